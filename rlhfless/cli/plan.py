@@ -21,8 +21,7 @@ from rlhfless.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rlhfless.planning.memory_plan import MemoryPlan
-    from rlhfless.planning.question import Question
+    from rlhfless.planning.memory_plan import MemoryPlan, Question
     from rlhfless.planning.suggestions import Change
 
 DOES_NOT_FIT = 1
@@ -76,7 +75,7 @@ def plan(
     `--compare` shows where the run would be faster or cheaper. `rlhfless runs plan` and `runs compare` ask a service.
     """
     from rlhfless.planning.inputs import local_devices, parsed_sides, question_of
-    from rlhfless.planning.question import edited
+    from rlhfless.planning.memory_plan import edited
     from rlhfless.planning.resolve import plan_problems
     from rlhfless.planning.run_plan import Planner
     from rlhfless.planning.suggestions import nearest_change

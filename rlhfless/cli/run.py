@@ -112,7 +112,7 @@ def resumed(
     number of steps would change the learning rates without `schedule` being allowed.
     """
     from rlhfless.orchestrator.resuming import SCHEDULE, schedule_problems
-    from rlhfless.planning.resolve import as_settled
+    from rlhfless.planning.resolve import keep_resolved
     from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER, checkpoints_of
     from rlhfless.spec.compare import check_resumable
     from rlhfless.spec.errors import InputError, Problem
@@ -128,7 +128,7 @@ def resumed(
             "--resume", [Problem("", what, "name a folder that `rlhfless run` made, such as runs/demo-...")]
         )
     before = load_spec(own)
-    loaded = as_settled(load_spec(spec or own, overrides), before)
+    loaded = keep_resolved(load_spec(spec or own, overrides), before)
     check_resumable(before, loaded, str(spec or "--set"))
     newest = checkpoints_of(folder, loaded.checkpoint).newest()
     if newest is not None and newest.notes.step >= loaded.steps:

@@ -36,7 +36,7 @@ from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.scaler import scaler_of
 from rlhfless.orchestrator.supervised import SupervisedRun
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding
-from rlhfless.planning.inputs import devices_of, memory_problems, settled_on
+from rlhfless.planning.inputs import devices_of, memory_problems, resolve_for_devices
 from rlhfless.prepare.prepared import Prepared
 from rlhfless.prepare.prompt_order import order_of
 from rlhfless.records import Decision, FunctionName, FunctionRole
@@ -127,7 +127,7 @@ async def _resolve_for_devices(session: Session, cluster: Cluster) -> Session:
     """
     spec = session.spec
     kind, count = devices_of(spec, await cluster.nodes(spec.placement.kind))
-    spec = settled_on(spec, kind, count)
+    spec = resolve_for_devices(spec, kind, count)
     problems = [
         *quantization_problems(spec, kind, session.prepared.shape),
         *memory_problems(spec, kind, count, session.prepared.max_model_len),

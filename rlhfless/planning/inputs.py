@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.functions.generation.kind import kv_bytes
-from rlhfless.planning.question import Question, edited
-from rlhfless.planning.resolve import device_problems, is_set, placed, settled, timed, unplanned
+from rlhfless.planning.memory_plan import Question, edited
+from rlhfless.planning.resolve import device_problems, is_set, placed, resolve_for_kind, timed, unplanned
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
@@ -88,7 +88,7 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
     others = reward_shapes(spec), draft_shape(spec)
-    given = settled(spec, kind)
+    given = resolve_for_kind(spec, kind)
     asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, given)
     asked = replace(asked, spec=placed(asked))
     return replace(asked, spec=timed(asked))
@@ -102,7 +102,7 @@ def _within_context(spec: RunSpec, limit: int | None) -> RunSpec:
     return edited(spec, {"generation.max_tokens": max(context // 2, 1)})
 
 
-def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
+def resolve_for_devices(spec: RunSpec, kind: str, count: int) -> RunSpec:
     """A spec with everything that `count` devices of a kind decide, or the kind alone for a model whose sizes are not
     known. On CPU cores the hub is not asked for them."""
     if _on_cores(spec, kind) and not is_path(spec.model.path):
@@ -144,7 +144,7 @@ def on_these_devices(spec: RunSpec) -> tuple[RunSpec, str]:
         kind, count = local_devices(spec)
     except UserError:
         return spec, "no devices"  # reported by preflight
-    return settled_on(spec, kind, count), f"{count} x {kind}"
+    return resolve_for_devices(spec, kind, count), f"{count} x {kind}"
 
 
 def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> list[Problem]:

@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.objects import PlannedCost
-from rlhfless.planning.question import Question
-from rlhfless.planning.redraw_cost import Drawn, signal_of
 from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import Interval, length, union
@@ -38,6 +37,39 @@ from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations
 from rlhfless.spec import PartialSpec, RunSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The samples of a step."""
+
+    prompts: int
+    samples: int
+    """Of each prompt."""
+    learned_share: float
+    """The share of them that is learned."""
+
+    @classmethod
+    def of(cls, spec: RunSpec, signal: float | None) -> Drawn:
+        """`signal`: s, if it is known."""
+        prompts, samples, needs = spec.prompts_per_step, spec.samples_per_prompt, spec.algorithm.needs
+        share = 1.0 if signal is None else max(signal, 1 / prompts)  # a step learns at least one group
+        if needs.redraws:
+            drawn = min(math.ceil(prompts / share), prompts * (1 + needs.redraws))
+            return cls(drawn, samples, min(share, prompts / drawn))
+        return cls(prompts, samples, share if needs.signal_only else 1.0)
+
+    @property
+    def learned_samples(self) -> float:
+        return self.prompts * self.samples * self.learned_share
+
+
+def signal_of(trace: Trace | None) -> float | None:
+    """The share of a run's groups with a signal; None if nothing says so."""
+    shares = [record.metrics.get("groups_without_signal") for record in trace.steps] if trace is not None else []
+    known = [share for share in shares if share is not None]
+    return 1 - fmean(known) if known else None
+
 
 STEPS, STEPS_QUICK = 6, 3
 """Steps that are simulated; the first is left out, because it has the starts."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.prediction import Lengths
-from rlhfless.planning.question import Question
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.engine_speeds import prior_of
 from rlhfless.scaling.fleet_constants import KV_BYTES_PER_S, MOVE_S, kv_token_s

@@ -13,8 +13,15 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from rlhfless.planning.memory_plan import MemoryPlan, nodes_of
-from rlhfless.planning.question import FRACTIONS, TENSOR_PARALLEL_SIZES, Question, edited, more_ranks
+from rlhfless.planning.memory_plan import (
+    FRACTIONS,
+    TENSOR_PARALLEL_SIZES,
+    MemoryPlan,
+    Question,
+    edited,
+    more_ranks,
+    nodes_of,
+)
 from rlhfless.scaling.memory import GIB, version_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, PlacementError
 from rlhfless.spec import RunSpec
@@ -66,7 +73,7 @@ MOST_DRAFTING_SEQUENCES = 32
 noise per seeded row, 3 to 6 ms per iteration at 256 rows by reading, as long as a small model's pass."""
 
 
-def settled(spec: RunSpec, kind: str) -> RunSpec:
+def resolve_for_kind(spec: RunSpec, kind: str) -> RunSpec:
     """The spec with the defaults for devices of a kind: bfloat16 on GPUs. `placed` decides what depends on memory."""
     learning = spec.placement.kind_of_learner(kind)
     wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
@@ -88,7 +95,7 @@ def settled(spec: RunSpec, kind: str) -> RunSpec:
 
 def unplanned(spec: RunSpec, kind: str) -> RunSpec:
     """`settled` for a model whose sizes are not known: GPUs recompute activations, which every model that fits can."""
-    spec = settled(spec, kind)
+    spec = resolve_for_kind(spec, kind)
     return edited(spec, {f"{name}.gradient_checkpointing": True for name in _open_checkpointing(spec)})
 
 
@@ -113,7 +120,7 @@ SETTLED = (
 """Keys whose settled values belong to the run from then on."""
 
 
-def as_settled(spec: RunSpec, before: RunSpec) -> RunSpec:
+def keep_resolved(spec: RunSpec, before: RunSpec) -> RunSpec:
     """The spec of a resumed run, with the values that its devices have settled for keys that the spec leaves open.
     `before`: the run's own spec."""
     kept = {}

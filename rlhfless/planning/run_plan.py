@@ -11,9 +11,9 @@ from typing import Any
 
 from rlhfless.planning.dimensions import like
 from rlhfless.planning.inputs import model_config, question_of
+from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.planning.prefill import PlannedPrefill, planned_prefill
-from rlhfless.planning.question import Question
 from rlhfless.planning.resolve import plan_problems
 from rlhfless.planning.scatter import Scatter
 from rlhfless.planning.schedules import NO_SCHEDULES, Predict, schedules_of

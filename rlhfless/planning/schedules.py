@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.prediction import Predicted
-from rlhfless.planning.question import Question
 from rlhfless.records import FunctionName
 from rlhfless.scaling.policies.contract import best_of, contract_for_step, keeps
 from rlhfless.spec import (

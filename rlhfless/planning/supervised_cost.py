@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from rlhfless.planning.memory_plan import held_devices
+from rlhfless.planning.memory_plan import Question, held_devices
 from rlhfless.planning.prediction import (
     MEASURED_FACTOR,
     PROMPT_TOKENS,
@@ -28,7 +28,6 @@ from rlhfless.planning.prediction import (
     banded,
     sheet_factor,
 )
-from rlhfless.planning.question import Question
 from rlhfless.prepare.examples import example_lengths
 from rlhfless.records import FunctionName
 from rlhfless.records.traces import Trace

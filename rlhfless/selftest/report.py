@@ -13,8 +13,8 @@ from typing import Any
 
 from rlhfless import __version__
 from rlhfless.orchestrator.live_fleet import EngineStarts
+from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.prediction import Lengths, lengths_of
-from rlhfless.planning.question import Question
 from rlhfless.planning.run_plan import Planner
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rlhfless.functions.generation.engine import SampleRequest
+from rlhfless.planning.memory_plan import edited
 from rlhfless.planning.prediction import Lengths, lengths_of
-from rlhfless.planning.question import edited
 from rlhfless.planning.run_plan import Planner
 from rlhfless.selftest import rank_work
 from rlhfless.selftest.check import Measured, check

@@ -31,9 +31,9 @@ from rlhfless.planning.dimensions import (
     no_engine,
     quantization_problem,
 )
+from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.planning.prediction import Predicted, _engine
-from rlhfless.planning.question import Question
 from rlhfless.planning.run_plan import Planner, chosen_devices
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from rlhfless.planning.redraw_cost import Drawn, signal_of
+from rlhfless.planning.prediction import Drawn, signal_of
 from rlhfless.spec import RunSpec
 
 

@@ -20,8 +20,8 @@ from rlhfless.functions.generation.kind import KIND
 from rlhfless.functions.learner.kind import KIND as LEARNER
 from rlhfless.functions.learner.kind import learner_phases
 from rlhfless.functions.prefix_attention import NAME, packed_row
-from rlhfless.planning.question import Question, edited
-from rlhfless.planning.resolve import as_settled, device_problems, placed, settled, timed, unplanned
+from rlhfless.planning.memory_plan import Question, edited
+from rlhfless.planning.resolve import device_problems, keep_resolved, placed, resolve_for_kind, timed, unplanned
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.records import FunctionName
@@ -91,7 +91,7 @@ def spec(**parts: Any) -> RunSpec:
 
 
 def asked(config: dict[str, Any], kind: str, count: int, run: RunSpec) -> Question:
-    return Question(settled(run, kind), shape(config), device_of(kind), count, 2048, 64 * GIB)
+    return Question(resolve_for_kind(run, kind), shape(config), device_of(kind), count, 2048, 64 * GIB)
 
 
 def test_parameters_are_those_that_the_models_are_known_by() -> None:
@@ -315,7 +315,7 @@ def test_ranks_of_reference_and_reward_model_follow_from_the_plan() -> None:
     for key, ranks in zip(("reference.ranks", "scoring.reward_model_ranks"), counts, strict=True):
         more = edited(found, {key: 2 * ranks})
         assert ranks == 8 or not dataclasses.replace(tight, spec=more).plan().fits
-    assert settled(run, "cpu-core").reference.ranks == 1
+    assert resolve_for_kind(run, "cpu-core").reference.ranks == 1
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_blocks_of_logits_are_the_largest_of_which_twice_as_large_ones_fit() -> 
     for mib, fits in ((1024, True), (2048, False)):
         changed = edited(decided, {"learner.logits_mib": mib})
         assert dataclasses.replace(tight, spec=changed).plan().fits is fits
-    assert settled(run, "cpu-core").learner.logits_elements is None
+    assert resolve_for_kind(run, "cpu-core").learner.logits_elements is None
 
 
 def test_an_engines_parts_by_hand() -> None:
@@ -555,7 +555,7 @@ def test_ranks_that_are_left_open_follow_from_the_plan() -> None:
     assert not dataclasses.replace(apart, spec=edited(decided, {"learner.ranks": 1})).plan().fits
     chosen = spec(learner={"ranks": "auto"}, placement={"mode": "disaggregated", "learner_devices": 4})
     assert placed(asked(QWEN_7B, "h100", 8, chosen)).learner.ranks == 4
-    assert settled(run, "cpu-core").learner.ranks == 1
+    assert resolve_for_kind(run, "cpu-core").learner.ranks == 1
     nothing_fits = placed(asked(QWEN_7B, "l40s", 2, run))
     assert isinstance(nothing_fits.learner.ranks, int)
 
@@ -598,14 +598,14 @@ def test_a_run_goes_on_with_what_its_devices_settled_where_the_spec_leaves_it_op
     given = spec()
     decided = {"learner.ranks": 4, "reference.ranks": 2, "scoring.reward_model_ranks": 2}
     decided |= {"learner.gradient_checkpointing": True, "learner.micro_batch_tokens": 9216}
-    before = edited(settled(given, "h100"), decided)
-    again = as_settled(given, before)
+    before = edited(resolve_for_kind(given, "h100"), decided)
+    again = keep_resolved(given, before)
     check_resumable(before, again, "run.yaml")
     assert (again.model.dtype, again.learner.dtype, again.learner.gradient_checkpointing) == ("bfloat16",) * 2 + (True,)
     assert (again.learner.ranks, again.reference.ranks, again.scoring.reward_model_ranks) == (4, 2, 2)
     assert again.learner.micro_batch_tokens == 9216
-    assert as_settled(spec(learner={"ranks": 8}), before).learner.ranks == 8
-    chosen = as_settled(edited(given, {"model.dtype": "float32"}), before)
+    assert keep_resolved(spec(learner={"ranks": 8}), before).learner.ranks == 8
+    chosen = keep_resolved(edited(given, {"model.dtype": "float32"}), before)
     with pytest.raises(InputError, match=r"model\.dtype: 'float32', but the run began with 'bfloat16'"):
         check_resumable(before, chosen, "run.yaml")
 
@@ -701,13 +701,13 @@ def test_more_devices_and_smaller_batches_never_need_more(ranks: int, kind: str,
 
 
 def test_what_gpus_decide_and_what_the_user_has_said() -> None:
-    on_gpus = settled(spec(), "h100")
+    on_gpus = resolve_for_kind(spec(), "h100")
     assert (on_gpus.model.dtype, on_gpus.learner.dtype) == ("bfloat16", "bfloat16")
     assert unplanned(spec(), "h100").learner.recomputes, "sizes are not known"
     said = spec(model={"path": "m", "dtype": "float16"}, learner={"gradient_checkpointing": False})
-    assert settled(said, "h100").model.dtype == "float16"
+    assert resolve_for_kind(said, "h100").model.dtype == "float16"
     assert not unplanned(said, "h100").learner.recomputes
-    on_cores = settled(spec(), "cpu-core")
+    on_cores = resolve_for_kind(spec(), "cpu-core")
     assert (on_cores.model.dtype, on_cores.placement.mode) == ("float32", "colocated")
     learner = on_cores.learner
     assert (learner.micro_batch_tokens, learner.gradient_checkpointing) == (8192, False), "bits depend on both"
@@ -715,7 +715,7 @@ def test_what_gpus_decide_and_what_the_user_has_said() -> None:
 
 def test_float32_on_gpus_is_refused_with_its_reason() -> None:
     run = spec(model={"path": "m", "dtype": "float32"})
-    (problem,) = device_problems(settled(run, "h100"), "h100")
+    (problem,) = device_problems(resolve_for_kind(run, "h100"), "h100")
     assert (problem.where, "twice the memory" in problem.what) == ("model.dtype", True)
     assert device_problems(run, "cpu-core") == []
     assert device_problems(edited(run, {"placement.float32_on_gpus": True}), "h100") == []
@@ -724,7 +724,7 @@ def test_float32_on_gpus_is_refused_with_its_reason() -> None:
 def test_drafts_from_other_responses_are_refused_with_many_sequences_on_a_gpu() -> None:
     def problems(kind: str, method: str, most: int | str) -> list[Problem]:
         generation = {"speculation": {"method": method}, "engine": {"max_sequences": most}}
-        return device_problems(settled(spec(generation=generation), kind), kind)
+        return device_problems(resolve_for_kind(spec(generation=generation), kind), kind)
 
     for method, most in itertools.product(("suffix", "auto"), (33, 1024, "auto")):
         (problem,) = problems("h100", method, most)
@@ -760,8 +760,8 @@ def test_a_resumed_spec_keeps_what_was_decided(tmp_path: Path) -> None:
     from rlhfless.spec.load import load_spec, resolved_yaml
 
     file = tmp_path / "spec.yaml"
-    file.write_text(resolved_yaml(settled(spec(model={"path": str(tmp_path)}), "h100")))
-    again = settled(load_spec(file), "h100")
+    file.write_text(resolved_yaml(resolve_for_kind(spec(model={"path": str(tmp_path)}), "h100")))
+    again = resolve_for_kind(load_spec(file), "h100")
     assert again.model.dtype == "bfloat16"
     assert again.timeouts == load_spec(file).timeouts
 
@@ -769,7 +769,7 @@ def test_a_resumed_spec_keeps_what_was_decided(tmp_path: Path) -> None:
 def test_actors_have_all_devices_of_their_side_unless_the_spec_says_how_many() -> None:
     def actors(count: int, run: RunSpec, config: dict[str, Any] = QWEN_7B) -> tuple[str, int]:
         found = asked(config, "h100", count, run)
-        settled_spec = placed(dataclasses.replace(found, spec=settled(run, "h100")))
+        settled_spec = placed(dataclasses.replace(found, spec=resolve_for_kind(run, "h100")))
         return settled_spec.placement.mode, settled_spec.scaling.generation.most_actors
 
     assert actors(8, spec()) == ("colocated", 8)
@@ -777,5 +777,5 @@ def test_actors_have_all_devices_of_their_side_unless_the_spec_says_how_many() -
     assert actors(8, spec(scaling={"generation": {"max_actors": 3}})) == ("colocated", 3)
     apart = {"mode": "disaggregated", "learner_devices": 2}
     assert actors(8, spec(placement=apart)) == ("disaggregated", 6)
-    on_cores = settled(spec(scaling={"generation": {"min_actors": 2}}), "cpu-core").scaling.generation
+    on_cores = resolve_for_kind(spec(scaling={"generation": {"min_actors": 2}}), "cpu-core").scaling.generation
     assert (on_cores.max_actors, on_cores.fixed) == (2, True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhfless.planning.question import Question, edited
-from rlhfless.planning.resolve import BATCH_SEQUENCES, placed, settled
+from rlhfless.planning.memory_plan import Question, edited
+from rlhfless.planning.resolve import BATCH_SEQUENCES, placed, resolve_for_kind
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
@@ -48,7 +48,7 @@ BASE: dict[str, Any] = {
 
 def _asked(model: str, kind: str, count: int, **parts: Any) -> Question:
     """The question as `question_of` asks it: `given` is the user's own spec."""
-    given = settled(RunSpec.model_validate(BASE | parts), kind)
+    given = resolve_for_kind(RunSpec.model_validate(BASE | parts), kind)
     shape = ModelShape.of_config(MODELS[model])
     asked = Question(given, shape, device_of(kind), count, 2048, 1024 * GIB, given=given)
     return replace(asked, spec=placed(asked))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rlhfless.planning import prediction
+from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.objects import PlannedCost, PlannedSchedule
 from rlhfless.planning.prediction import Lengths, Predicted, _schedule
-from rlhfless.planning.question import Question
 from rlhfless.planning.schedules import schedules_of
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, RunSpec, SyncSpec
 
