@@ -15,49 +15,46 @@ from rlhfless.spec.base import SpecModel, Steps, Tokens
 from rlhfless.spec.extension import PluginField, PluginSpec
 
 Level = Literal["token", "sequence", "geometric"]
-"""What a probability ratio is of: a token, a sequence (the product over its tokens), or a sequence's tokens on average
-(the geometric mean)."""
+"""Level of a probability ratio: one per token, the product over a sequence's tokens, or their geometric mean."""
 
 Aggregation = Literal["token", "sequence", "constant"]
 
-"""What a loss is divided by: the tokens of the optimiser step that the model drew, or the sequences with any."""
+"""Denominator of a loss: the generated tokens of the optimiser step, or its sequences that have any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an algorithm needs from a run in addition to samples with rewards. It is known from the settings, because
-    replicas are placed by it before there is any tensor."""
+    """Inputs of an algorithm beyond samples with rewards. They follow from the settings, because replicas are placed
+    before there is any tensor."""
 
     reference: bool = False
     """Logprobs of the frozen reference policy. Without it no reference function is deployed."""
 
     old_logprobs: bool = False
-    """Its advantages are computed from the old logprobs, which the learner evaluates before the first update: a forward
-    pass over the batch that a step of one update has for nothing else."""
+    """Advantages need the old logprobs. The learner evaluates them before the first update, which is one more forward
+    pass in a step with a single update."""
 
     values: bool = False
     """Values of a critic."""
 
     entropy_gradient: bool = False
-    """Its loss has a gradient through the entropy of the policy, which takes the learner more memory and time."""
+    """The loss has a gradient through the policy's entropy, which needs more memory and time."""
 
     samples_per_prompt: int = 1
     """Fewest samples of a prompt, for algorithms that compare them with each other."""
 
     whole_responses: bool = False
-    """Nothing is learned from responses that were cut off at the longest length; their rewards still count in their
-    group."""
+    """Truncated responses have no loss; their rewards still count in their group."""
 
     redraws: int = 0
-    """How many times a step draws other prompts in place of those whose samples have all the same reward. With any,
-    the latter are not learned from."""
+    """Times that a step replaces prompts whose samples all have the same reward. Above 0 these prompts are dropped."""
 
     signal_only: bool = False
-    """Prompts whose samples have all the same reward are left out before learning, unless all of them are."""
+    """Drop prompts whose samples all have the same reward, unless that is all of them."""
 
     @property
     def with_signal(self) -> bool:
-        """Whether only prompts whose samples differ in their rewards are learned from, if there are any."""
+        """Whether to learn only from prompts whose samples differ in their rewards, if there are any."""
         return self.signal_only or self.redraws > 0
 
 
@@ -72,8 +69,8 @@ class KLSpec(SpecModel):
 
     where: Literal["loss", "reward"] = "loss"
     """Add the term to the loss of each token, or subtract it from the reward: of each token where the algorithm has
-    rewards per token (`ppo`, `reinforce_plus_plus`), else of the response. In the reward it is of the learner's policy
-    before the first update of the step, which takes a step of one update a forward pass more."""
+    rewards per token (`ppo`, `reinforce_plus_plus`), else of the response. In the reward the policy is the learner's
+    before the first update of the step; a step with a single update needs one more forward pass for it."""
 
     unbiased: bool = False
     """Multiply the term in the loss by the ratio of the current to the old policy (DeepSeek-V3.2, arXiv 2512.02556):
@@ -105,12 +102,12 @@ class RewardKLSpec(KLSpec):
 
     where: Literal["loss", "reward"] = "reward"
     """Subtract the term from the reward, of each token where the algorithm has rewards per token (`ppo`,
-    `reinforce_plus_plus`) and else of the response; or add it to the loss of each token. In the reward it is of the
-    learner's policy before the first update of the step, which takes a step of one update a forward pass more."""
+    `reinforce_plus_plus`) and else of the response; or add it to the loss of each token. In the reward the policy is
+    the learner's before the first update of the step; a step with a single update needs one more forward pass."""
 
     target: Annotated[float, Field(gt=0)] | None = None
-    """KL per token, in nats, that the coefficient follows from step to step (arXiv 1909.08593, section 2.2), beginning
-    with `coefficient`; `null` for a fixed one."""
+    """KL per token, in nats. The coefficient adapts to it from step to step, starting at `coefficient` (arXiv
+    1909.08593, section 2.2); `null`: the coefficient is fixed."""
 
     horizon: Steps = 10_000
     """Samples over which an adaptive coefficient changes by at most 20 %; only with `target`."""
@@ -123,8 +120,8 @@ class RewardKLSpec(KLSpec):
 
 
 class ImportanceSpec(SpecModel):
-    """Importance weight of the learner's policy against the engine's, which drew the tokens: the same weights, computed
-    by different kernels, or older ones. The defaults are truncated importance sampling per token
+    """Importance weight of the learner's policy against the engine's, which generated the tokens with other kernels, or
+    with older weights. The defaults are truncated importance sampling per token
     (https://fengyao.notion.site/off-policy-rl). It is measured without this section, too (`importance_weight`)."""
 
     level: Level = "token"
@@ -137,13 +134,13 @@ class ImportanceSpec(SpecModel):
     """Upper bound of the weight."""
 
     outside: Literal["truncate", "mask"] = "truncate"
-    """A weight out of bounds is set to the bound; or to 0, so that nothing is learned from its tokens, as in IcePop
-    (arXiv 2510.18855), with `low` 0.5 and `high` 5."""
+    """Set a weight out of bounds to the bound (`truncate`), or to 0 (`mask`), so that its tokens have no loss, as in
+    IcePop (arXiv 2510.18855), with `low` 0.5 and `high` 5."""
 
 
 class RejectionSpec(SpecModel):
-    """Nothing is learned from tokens or sequences whose ratio of the learner's to the engine's probability is out of
-    bounds. The defaults are the geometric sequence mask of SkyRL's recipe."""
+    """Drop tokens or sequences from the loss whose ratio of the learner's to the engine's probability is out of bounds.
+    The defaults are the geometric sequence mask of SkyRL's recipe."""
 
     level: Level = "geometric"
     """The ratio of a token, of the product over its sequence, or of their geometric mean."""
@@ -166,21 +163,21 @@ class PolicyLossSpec(SpecModel):
     tokens, divided by the number of sequences and `constant_tokens` (Dr. GRPO, arXiv 2503.20783)."""
 
     constant_tokens: Tokens = 3000
-    """The constant of the aggregation `constant`, as published; no other aggregation reads it."""
+    """Denominator per sequence with aggregation `constant`, as published; otherwise ignored."""
 
     importance: ImportanceSpec | None = ImportanceSpec()
     """Off-policy correction by a weight; `null` for none."""
 
     rejection: RejectionSpec | None = None
-    """Off-policy correction by leaving tokens or sequences out; `null` for none."""
+    """Off-policy correction by dropping tokens or sequences; `null` for none."""
 
     mask_truncated: bool = False
-    """Learn nothing from responses that were cut off at `generation.max_tokens` (overlong filtering of DAPO, arXiv
-    2503.14476, section 3.4): what they would have come to is not known. Their rewards still count in their group."""
+    """Mask the loss of responses truncated at `generation.max_tokens` (overlong filtering of DAPO, arXiv 2503.14476,
+    section 3.4). Their rewards still count in their group."""
 
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the policy's mean entropy over tokens, whatever `aggregation`, which is subtracted from the loss. It
-    takes the learner more memory."""
+    """Weight of the policy's entropy, which is subtracted from the loss: the mean over tokens with every `aggregation`.
+    The learner needs more memory for it."""
 
     kl: KLSpec = KLSpec()
 
@@ -196,18 +193,17 @@ class PolicyLossSpec(SpecModel):
 
 
 class ComparedSpec(PolicyLossSpec):
-    """Keys of the algorithms that compare a prompt's samples with each other: where all have the same reward, nothing
-    can be learned."""
+    """Keys of the algorithms that compare a prompt's samples with each other. Samples with equal rewards have no
+    gradient."""
 
     leave_out_without_signal: bool = False
-    """Prompts whose samples have all the same reward are left out before learning: they take no time of the learner,
-    and count in no denominator, where otherwise they only have no gradient."""
+    """Drop prompts whose samples all have the same reward before learning: they take no time of the learner and count
+    in no denominator."""
 
     max_redraws: Annotated[int, Field(ge=0, le=100)] = 0
-    """How many times a step draws other prompts in place of those whose samples have all the same reward (dynamic
-    sampling of DAPO, section 3.2). With any, those are left out before learning, too: the step learns from the others
-    alone, of which there are fewer than `prompts_per_step` if all redraws were not enough, and more if the last gave
-    more than was lacking."""
+    """Times that a step replaces prompts whose samples all have the same reward (dynamic sampling of DAPO, section
+    3.2). Above 0 such prompts are dropped before learning. A step has fewer than `prompts_per_step` prompts if that was
+    not enough, and may have more after the last replacement."""
 
     @property
     def needs(self) -> Needs:
@@ -262,8 +258,8 @@ class DAPOSpec(GroupRelativeSpec, ClippedLossSpec):
     """The ratio is clipped from above at 1 + clip_high (section 3.1)."""
 
     max_redraws: Annotated[int, Field(ge=0, le=100)] = 9
-    """How many times a step draws other prompts in place of those whose samples have all the same reward (section 3.2,
-    which has no bound; NeMo-RL draws at most 10 times in all). If that was not enough, the step has fewer."""
+    """Times that a step replaces prompts whose samples all have the same reward (section 3.2, which has no bound;
+    NeMo-RL generates at most 10 times in all). If that was not enough, the step has fewer prompts."""
 
 
 class DrGRPOSpec(ComparedSpec, ClippedLossSpec):
@@ -345,7 +341,7 @@ class SAPOSpec(GroupRelativeSpec):
     """Steepness of the sigmoid for tokens of positive advantage (section 5)."""
 
     temperature_negative: Annotated[float, Field(gt=0)] = 1.05
-    """Steepness for the others: larger, since pushing a token down raises many that were not drawn."""
+    """Steepness for the others: larger, since pushing a token down raises many that were not sampled."""
 
 
 class PPOSpec(ClippedLossSpec):
