@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights import digest as digest_module
-from rlhfless.weights import http, http_server, parts, seal
+from rlhfless.weights import hash_cache, http, http_server, parts
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
@@ -394,7 +394,7 @@ def test_of_a_file_that_was_changed_no_hash_is_known(tmp_path: Path, monkeypatch
     elif how == "copied":
         path.write_bytes(path.read_bytes())
     else:
-        monkeypatch.setattr(seal, "_boot", lambda: "another boot")
+        monkeypatch.setattr(hash_cache, "_boot", lambda: "another boot")
     assert store.hashes(stored.location) == {}
 
 
