@@ -159,7 +159,7 @@ def test_a_plan_corrects_what_the_earlier_runs_own_prediction_is_off_by(
         sheet = SimpleNamespace(kind=kind)
         return Question(spec, None, sheet, count, 1024, 0)  # type: ignore[arg-type]
 
-    def made(planner: Planner, question: Question, latency: object, rollouts: object) -> Predicted:
+    def made(planner: Planner, question: Question, latency: object) -> Predicted:
         assert latency == "fitted"
         return Predicted(cost(10, 0.1 * question.spec.prompts_per_step), 1.0, 1.0, {})
 
