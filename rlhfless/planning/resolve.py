@@ -103,12 +103,14 @@ SETTLED = (
     "model.dtype",
     "learner.dtype",
     "learner.gradient_checkpointing",
+    "learner.offload",
     "learner.micro_batch_tokens",
     "learner.logits_mib",
     "learner.ranks",
     "learner.shard_ranks",
     "critic.dtype",
     "critic.gradient_checkpointing",
+    "critic.offload",
     "critic.micro_batch_tokens",
     "critic.ranks",
     "critic.shard_ranks",
@@ -200,12 +202,12 @@ def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
 
 
 def placed(asked: Question) -> RunSpec:
-    """Decide what a spec leaves open: `placement.mode`, ranks, actors, devices per actor, and turns.
+    """Decide what a spec leaves open: `placement.mode`, ranks, actors, devices per actor, turns and offload.
 
     The first candidate of `_candidates` that fits with room for a batch of sequences is taken; failing that the first
-    that fits at all. All that is decided with activation checkpointing, and with forward passes of PASS_TOKENS. Then
-    states are split inside of nodes where that fits, too; and remaining memory goes to kept activations, larger passes
-    and larger blocks of logits.
+    that fits at all. Offload makes steps slower, so it is tried when nothing else fits. All that is decided with
+    activation checkpointing, and with forward passes of PASS_TOKENS. Then states are split inside nodes where that
+    fits, too; and remaining memory goes to kept activations, larger passes and larger blocks of logits.
     """
     open_keys = {f"{name}.gradient_checkpointing": True for name in _open_checkpointing(asked.spec)}
     small = replace(asked, spec=edited(asked.spec, open_keys))
@@ -313,18 +315,27 @@ def _inside_nodes(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _with_all_ranks(asked: Question) -> RunSpec:
-    candidates = list(_candidates(asked))
-    fitting = None
-    for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
-        changed = _with_others(asked, candidate)
-        if changed is not None and _holds(asked, changed, BATCH_SEQUENCES):
-            return changed
-        fitting = fitting or changed
-    if fitting is not None:
-        return fitting
+    for question in _with_offload(asked):
+        candidates = list(_candidates(question))
+        fitting = None
+        for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
+            changed = _with_others(asked, candidate)
+            if changed is not None and _holds(asked, changed, BATCH_SEQUENCES):
+                return changed
+            fitting = fitting or changed
+        if fitting is not None:
+            return fitting
     # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
     last = _with_fewest(_last_resort(asked))
     return edited(last, dict.fromkeys(_open_ranks(last), _side(asked, last)))
+
+
+def _with_offload(asked: Question) -> Iterator[Question]:
+    """Yield the question as it is, then with the trained states in host memory where the spec leaves that open."""
+    yield asked
+    open_keys = [key for key in (f"{name}.offload" for name in asked.spec.trained) if not is_set(asked.spec, key)]
+    if open_keys and asked.learner_sheet.kind != CPU_KIND:
+        yield replace(asked, spec=edited(asked.spec, dict.fromkeys(open_keys, True)))
 
 
 def _holds(asked: Question, spec: RunSpec, sequences: int) -> bool:

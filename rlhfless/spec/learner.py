@@ -65,8 +65,9 @@ class TrainingSpec(SpecModel):
     """Number format of the forward and backward pass. The optimiser's copy is always float32."""
 
     offload: bool = False
-    """Master weights, gradients and optimiser are in the host's memory and not on the GPU, and the optimiser steps on
-    the CPU: 16 bytes per parameter less, and a slower step."""
+    """Keep master weights, gradients and optimizer states in host memory, and run the optimizer on the CPU: 16 bytes
+    per parameter less on the GPU, and a slower step. If you leave it out, the memory plan sets it where nothing else
+    fits."""
 
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: less memory, a third more operations. `auto`: off, and on GPUs on

@@ -533,7 +533,9 @@ def test_05b_fits_beside_its_engine_on_one_h100_and_7b_with_two_ranks() -> None:
     large = dataclasses.replace(asked(QWEN_7B, "h100", 8, spec()), sequence_tokens=2048)
     decided = placed(large)
     assert (decided.placement.mode, decided.learner.ranks) == ("colocated", 8)
-    large = dataclasses.replace(asked(QWEN_7B, "h100", 8, spec(learner={"ranks": 1})), sequence_tokens=2048)
+    large = dataclasses.replace(
+        asked(QWEN_7B, "h100", 8, spec(learner={"ranks": 1, "offload": False})), sequence_tokens=2048
+    )
     run = placed(large)
     assert (run.placement.mode, run.learner.ranks) == ("disaggregated", 1)
     refused = dataclasses.replace(large, spec=run).plan()
@@ -563,7 +565,7 @@ def test_ranks_that_are_left_open_follow_from_the_plan() -> None:
 def test_a_learner_on_other_devices_by_the_memory_of_those() -> None:
     """A 7B learner takes 135.0 GiB on one device (above): two H100 hold it, and L40S the engines."""
     placement = {"mode": "disaggregated", "learner_kind": "h100", "learner_devices": 2}
-    question = asked(QWEN_7B, "l40s", 4, spec(learner={"ranks": "auto"}, placement=placement))
+    question = asked(QWEN_7B, "l40s", 4, spec(learner={"ranks": "auto", "offload": False}, placement=placement))
     run = placed(question)
     assert (run.learner.ranks, run.scaling.generation.max_actors) == (2, 4), "its devices are not generation's"
     assert (run.model.dtype, run.learner.dtype) == ("bfloat16", "bfloat16")

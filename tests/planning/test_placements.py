@@ -84,6 +84,7 @@ def test_a_run_fits_or_the_hint_does_when_it_is_applied_to_the_users_spec(kind: 
         ("7B", 8, {"placement.turns": False, "generation.engine.gpu_memory_fraction": 0.6}),
         ("14B", 4, {"placement.turns": True}),
         ("14B", 8, {"placement.turns": False, "generation.engine.tensor_parallel_size": 2}),
+        ("32B", 8, {"placement.turns": False, "learner.offload": True}),
         ("32B", 16, {"placement.turns": False, "generation.engine.tensor_parallel_size": 8}),
     ],
 )
@@ -98,11 +99,11 @@ def test_models_of_use_start_co_located_with_the_defaults(model: str, count: int
     assert plan.kv_tokens >= BATCH_SEQUENCES * 2048
 
 
-@pytest.mark.parametrize(("model", "count"), [("3B", 1), ("7B", 2), ("7B", 8)])
+@pytest.mark.parametrize(("model", "count"), [("3B", 1), ("7B", 2), ("7B", 8), ("14B", 4), ("32B", 8)])
 def test_engines_that_copy_from_the_learners_buckets_fit_where_those_that_read_files_do(model: str, count: int) -> None:
     asked, by_file = _asked(model, "h100", count, weights={"transport": "cuda_ipc"}), _asked(model, "h100", count)
     assert asked.plan().fits
-    assert asked.spec.placement.turns == by_file.spec.placement.turns
+    assert asked.spec.placement.turns == by_file.spec.placement.turns or asked.spec.learner.offload
 
 
 def test_what_the_user_has_set_stays() -> None:
@@ -115,7 +116,7 @@ def test_what_the_user_has_set_stays() -> None:
 
 
 def test_the_hint_takes_turns_where_the_spec_refuses_them() -> None:
-    asked = _asked("3B", "h100", 1, placement={"turns": False})
+    asked = _asked("3B", "h100", 1, placement={"turns": False}, learner={"offload": False})
     change = nearest_change(asked)
     assert change is not None
     assert change.text == "placement.turns: true"
