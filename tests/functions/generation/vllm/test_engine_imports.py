@@ -12,7 +12,7 @@ from fakes.repository import ROOT
 BARE = ROOT / "benchmarks" / "bare.py"
 
 INSIDE = (
-    "core", "drafter", "experts", "generators", "kv_files", "quantised_layers", "read_back", "scheduler", "sleeping",
+    "core", "drafter", "rng_resume", "kv_files", "fp8", "read_back", "scheduler", "sleeping",
     "verification", "weight_engine",
 )  # fmt: skip
 """Modules of functions/generation/vllm that are imported beside vLLM."""
