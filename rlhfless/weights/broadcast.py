@@ -1,13 +1,14 @@
-"""One version to all actors at once: the learner's first rank broadcasts its file, from GPU to GPU with NCCL.
+"""Send one version to all actors at once: the learner's first rank broadcasts its file from GPU to GPU over NCCL.
 
-The learner publishes to a store over HTTP as always (`http_server`). Each worker of each engine asks the server to
-join; when as many have asked for a version as the group has members, the learner reads its file, in runs of tensors of
-PACK_BYTES, and all receive it. Who asks later, or for a version that not all ask for in time, is told to pull it, so a
-replacement of an engine needs no group, and nobody waits for one that is gone. A group is kept while its members are
-the same. When a broadcast breaks off, what the engines have is half a version: their loads fail, and they are replaced.
+The learner publishes to an HTTP store as usual (`http_server`). Each worker of each engine asks the server to join.
+Once all members of the group have asked for a version, the learner reads its file in runs of tensors of PACK_BYTES
+and broadcasts them. Workers that ask later, or for a version that not every member requests in time, pull it
+instead; a replaced engine therefore needs no group, and nobody waits for a lost worker. A group is reused while its
+members stay the same. When a broadcast fails, the engines hold half a version: their loads fail, and they are
+replaced.
 
-On CPUs gloo is in the place of NCCL; so the tests run it. Not yet run on GPUs. Why it is not vLLM's own NCCL engine is
-in docs/weights.md.
+On CPUs, gloo replaces NCCL; the tests use it. Not yet run on GPUs. docs/weights.md explains why vLLM's own NCCL
+engine is not used.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from rlhfless.weights.read_ahead import read_ahead
 from rlhfless.weights.store import FolderStore
 
 PACK_BYTES = 64 << 20
-"""What is sent at once: small tensors together, a larger one by itself."""
+"""Bytes per broadcast: small tensors are sent together, a larger one alone."""
 
 GATHER_S = 10.0
-"""How long those who have asked for a version wait for the rest of the group."""
+"""Seconds that members wait for the rest of the group."""
 
 _WAIT_RAISES = "TORCH_NCCL_BLOCKING_WAIT"
 
 log = logging.getLogger(__name__)
 
 Tensors = Sequence[Sequence[Any]]
-"""Name, dtype, shape, first byte and end of tensors, in the order of a file."""
+"""Name, dtype, shape, first byte and end of tensors, in file order."""
 
 
 class Broadcaster:
-    """The learner's side of broadcasts: gathers the members, and sends."""
+    """The learner's side of broadcasts: gathers the members and sends."""
 
     def __init__(self, folder: str | Path, host: str, size: int) -> None:
-        """`host`: this node's address; `size`: members of the group beside the learner."""
+        """`host`: address of this node; `size`: number of group members, not counting the learner."""
         self._store, self._host, self._size = FolderStore(folder), host, size
         self._changed = threading.Condition()
         self._asked: dict[str, list[str]] = {}
@@ -63,8 +64,8 @@ class Broadcaster:
         self._group: _Group | None = None
 
     def join(self, name: str, member: str) -> Mapping[str, Any] | None:
-        """The answer to a member that asks for a version by the name of its file, once all have asked: how to receive
-        it. None if it is to pull it."""
+        """Wait for the group and return how to receive the version in file `name`, or None if the member must pull
+        it."""
         with self._changed:
             if name in self._answers:
                 return None
@@ -78,14 +79,14 @@ class Broadcaster:
             return self._answers[name]
 
     def _decide(self, name: str, answer: Mapping[str, Any] | None) -> None:
-        """Answer all members that ask for a version; the last two answers are kept for those that come late."""
+        """Answer all waiting members; the last two answers are kept for late members."""
         self._answers[name] = answer
         for old in list(self._answers)[:-2]:
             del self._answers[old], self._asked[old]
         self._changed.notify_all()
 
     def _start_broadcast(self, name: str, members: list[str]) -> Mapping[str, Any]:
-        """Start a thread that sends a version to the members; returns what they need to receive it."""
+        """Start a thread that sends a version, and return what the members need to receive it."""
         group = self._group
         if group is None or group.failed or set(group.ranks) != set(members):
             group = self._group = _Group(self._host, members)
@@ -106,13 +107,13 @@ class Broadcaster:
                 parts = ((pack[0][0], data[pack[0][3] : pack[-1][4]]) for pack in packs)
                 for _, part in read_ahead(parts, device):
                     _broadcast(group.joined, part.to(device))
-        except Exception:  # of any library; the members' own parts fail then, too
+        except Exception:  # from any library; the members' receives fail as well
             group.failed, group.joined = True, None  # the members see closed connections
             log.exception("the broadcast of %s broke off", name)
 
 
 class _Group:
-    """Members of a broadcast, and the store in which they meet."""
+    """Members of a broadcast and their rendezvous store."""
 
     def __init__(self, host: str, members: list[str]) -> None:
         self.ranks = {member: rank for rank, member in enumerate(members, 1)}
@@ -130,7 +131,7 @@ class _Group:
 
 
 class BroadcastReader:
-    """A `WeightReader` that receives what is broadcast, and pulls the rest."""
+    """A `WeightReader` that receives broadcast versions and pulls all others."""
 
     def __init__(self, pulled: HttpStore) -> None:
         self._pulled = pulled
@@ -140,16 +141,14 @@ class BroadcastReader:
 
     @property
     def transport(self) -> Transport:
-        """See `WeightReader.transport`."""
         return self._pulled.transport if self._answer[1] is None else "nccl"
 
     @property
     def of_piece(self) -> PieceHash:
-        """See `WeightReader.of_piece`."""
         return self._pulled.of_piece
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightReader.read`. Raises WeightFileError also if a broadcast breaks off."""
+        """Yield the version's tensors; raises WeightFileError also if a broadcast fails."""
         answer = self._ask_to_join(location)
         if answer is None:
             yield from self._pulled.read(location)
@@ -160,15 +159,15 @@ class BroadcastReader:
             raise WeightFileError(f"the broadcast of weights {location} broke off: {error}") from error
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
-        """See `WeightReader.hashes`."""
+        """Return the hashes of a pulled version; none for a broadcast one."""
         return NO_HASHES if self._ask_to_join(location) else self._pulled.hashes(location)
 
     def release(self) -> None:
-        """See `WeightReader.release`: another load asks again."""
+        """Reset the answer, so that the next load asks again."""
         self._answer = ("", None)
 
     def _ask_to_join(self, location: str) -> Mapping[str, Any] | None:
-        """The server's answer, which is asked once for each load."""
+        """Return the server's answer, asking once per load."""
         if self._answer[0] != location:
             reply = None
             try:
@@ -194,18 +193,18 @@ class BroadcastReader:
 
 
 def _device() -> torch.device:
-    """The device of this process, which is bound to one if it has GPUs."""
+    """Return the CUDA device that this process is bound to, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _form_group(store: dist.TCPStore, rank: int, size: int, device: torch.device) -> Any:
-    """A process group beside torch's default one. Blocks until all members are there."""
+    """Create a process group separate from torch's default one, blocking until all members join."""
     timeout = timedelta(seconds=STALL_TIMEOUT_S)
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # torch would end the process when a member is gone; so the wait raises instead. It is read when a group is made.
+    # Make waits raise; otherwise torch ends the process when a member is lost. Read when a group is created.
     given = os.environ.get(_WAIT_RAISES)
     os.environ[_WAIT_RAISES] = "1"
     try:
@@ -217,7 +216,7 @@ def _form_group(store: dist.TCPStore, rank: int, size: int, device: torch.device
 
 
 def _broadcast(group: Any, data: torch.Tensor) -> None:
-    """Broadcast `data` from the learner, rank 0, into the `data` of all others."""
+    """Broadcast `data` from the learner (rank 0) into the other members' `data`."""
     if data.numel():
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -226,7 +225,7 @@ def _broadcast(group: Any, data: torch.Tensor) -> None:
 
 
 def _packs(layout: Tensors) -> Iterator[Tensors]:
-    """Runs of neighbours that are sent together."""
+    """Yield runs of adjacent tensors that are sent together."""
     pack: list[Sequence[Any]] = []
     for tensor in layout:
         if pack and tensor[4] - pack[0][3] > PACK_BYTES:

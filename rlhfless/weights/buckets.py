@@ -1,13 +1,15 @@
-"""Weights from the learner's ranks to the engines on their GPUs, in one bucket of a bounded size on each (CUDA IPC).
+"""Stream weights from the learner's ranks to the engines on the same GPUs through one bounded bucket per GPU (CUDA
+IPC).
 
-Every rank listens at a socket of its GPU's name. To `feed` a version all ranks gather it, tensor after tensor, as a
-publication does. A rank with engines on its GPU writes what is gathered to its bucket, which their workers have mapped,
-and goes on when each has copied it to memory of its own. The bucket is there for one feed only, so nothing is left on a
-GPU between two. A worker that is lost is left out; one that asks for another version than is fed gets an error.
+Every rank listens on a socket named after its GPU. During `feed`, all ranks gather the version tensor by tensor, as
+for a publication. A rank with engines on its GPU writes the gathered tensors to its bucket, which their workers have
+mapped, and continues once every worker has copied them to its own memory. A bucket exists for one feed only, so no
+GPU memory stays allocated between feeds. Lost workers are skipped; a worker that asks for a different version than
+the one being fed gets an error.
 
-It is not vLLM's packed IPC consumer, whose buckets hold whole tensors, and which counts one reader of a bucket.
+vLLM's packed IPC consumer does not fit: its buckets hold whole tensors, and it counts a single reader per bucket.
 
-On CPU cores a file in shared memory is in the place of the GPU's; so the tests run it. Not yet run on a GPU.
+On CPUs, a file in shared memory replaces the GPU bucket; the tests use this path. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ from rlhfless.weights.files import TensorStream, file_name, version_of
 from rlhfless.weights.store import StoredWeights, Tensors
 
 ARRIVE_S = 60.0
-"""How long a feed waits for the workers that are to come."""
+"""Seconds a feed waits for the expected workers to connect."""
 
 STALL_S = 60.0
-"""The longest silence of the other side in a feed."""
+"""Longest silence of the other side during a feed, in seconds."""
 
 _ALIGNMENT_BYTES = 256
 
 Piece = tuple[str, str, list[int], int, int, int]
-"""Name, dtype and shape of a tensor; first byte of it, first byte in the bucket, and bytes of a piece."""
+"""Name, dtype and shape of a tensor; the piece's offset in the tensor, offset in the bucket, and size in bytes."""
 
 
 class BucketStore:
-    """A `WeightStore` of the newest version only, which stays where the learner has it."""
+    """A `WeightStore` that keeps only the newest version, in the learner's own memory."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -60,7 +62,7 @@ class BucketStore:
         self._listener.listen(64)
 
     def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
-        """See `WeightStore.put`. Nothing is kept: `feed` takes the same tensors once more."""
+        """Compute the version's digest without storing anything; `feed` receives the same tensors again."""
         stream = tensors if isinstance(tensors, TensorStream) else TensorStream.of(tensors)
         digest = Digest(device_piece_hash)
         for name, tensor in stream.tensors:
@@ -72,22 +74,19 @@ class BucketStore:
         return StoredWeights(self._version, location, digest.size_bytes, digest.tensors)
 
     def versions(self) -> tuple[WeightVersion, ...]:
-        """See `WeightStore.versions`."""
         return () if self._version is None else (self._version,)
 
     def delete(self, version: WeightVersion) -> None:
-        """See `WeightStore.delete`."""
         if version == self._version:
             self._version = None
 
     def retain(self, keep: set[WeightVersion]) -> None:
-        """See `WeightStore.retain`."""
         for version in self.versions():
             if version not in keep:
                 self.delete(version)
 
     def feed(self, version: WeightVersion, workers: int, stream: TensorStream) -> int:
-        """Give a version to `workers` on this GPU; returns how many have taken all of it."""
+        """Send a version to `workers` on this GPU and return the number that received all of it."""
         with contextlib.ExitStack() as opened:
             readers = [opened.enter_context(each) for each in self._arrived(version.label, workers)]
             bucket: _Bucket | None = None
@@ -99,7 +98,7 @@ class BucketStore:
             return len(readers)
 
     def _arrived(self, label: str, workers: int) -> list[_Connection]:
-        """The workers that ask for a version."""
+        """Wait up to ARRIVE_S for the workers that ask for a version."""
         arrived: list[_Connection] = []
         deadline_s = time.monotonic() + ARRIVE_S
         while len(arrived) < workers and (left_s := deadline_s - time.monotonic()) > 0:
@@ -110,7 +109,7 @@ class BucketStore:
                 break
             asked = connection.receive()
             connection.end.settimeout(STALL_S)
-            if asked is None or connection.is_closed:  # of an engine that has ended since
+            if asked is None or connection.is_closed:  # the engine exited after connecting
                 connection.close()
             elif asked["version"] != label:
                 connection.send({"error": f"{label} is fed, and not {asked['version']}"})
@@ -121,7 +120,7 @@ class BucketStore:
 
 
 class _Connection:
-    """One end of a socket, for JSON objects in lines; a context manager."""
+    """One end of a socket that exchanges JSON objects, one per line. Use as a context manager."""
 
     def __init__(self, end: socket.socket, silence_s: float | None) -> None:
         end.settimeout(silence_s)
@@ -139,7 +138,7 @@ class _Connection:
         self.end.close()
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Returns whether the other side is there."""
+        """Send a message and return whether the other side is still connected."""
         try:
             self.end.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -147,7 +146,7 @@ class _Connection:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """None if the other side is gone, or silent for too long."""
+        """Return the next message, or None if the other side disconnected or was silent for too long."""
         try:
             line = self._lines.readline()
         except OSError:
@@ -156,13 +155,13 @@ class _Connection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the other side, which has nothing to say, is gone."""
+        """Return whether the other side, which should be silent, disconnected."""
         readable, _, _ = select.select([self.end], [], [], 0)
         return bool(readable)
 
 
 class _Bucket:
-    """The memory that workers on one GPU have mapped; a context manager."""
+    """The memory that the workers on one GPU have mapped. Use as a context manager."""
 
     def __init__(self, folder: Path, device: torch.device, readers: list[_Connection]) -> None:
         self._readers = readers
@@ -175,7 +174,7 @@ class _Bucket:
         self._pieces: list[Piece] = []
         self._place = 0
         for reader in list(readers):
-            # An export for each: torch counts the readers of a bucket by its exports.
+            # Export once per reader: torch counts the readers of a bucket by its exports.
             self._tell(reader, {"bucket": _export(self._memory) if on_gpu else {"file": str(self._file)}})
 
     def __enter__(self) -> _Bucket:
@@ -204,19 +203,19 @@ class _Bucket:
                 return
 
     def end(self) -> None:
-        """Tell the workers that they have all of it; each gives the bucket back."""
+        """Signal the end of the feed to the workers; each one releases the bucket."""
         self._flush()
         self._ask([])
 
     def _flush(self) -> None:
-        """Let each worker copy what is in the bucket."""
+        """Wait until every worker has copied the bucket's contents."""
         if self._pieces:
             _synchronize(self._memory)
             self._ask(self._pieces)
             self._pieces, self._place = [], 0
 
     def _ask(self, pieces: list[Piece]) -> None:
-        """Tell the workers of pieces, and wait until each is done with them."""
+        """Announce pieces to the workers and wait for their acknowledgements."""
         for reader in [each for each in list(self._readers) if self._tell(each, {"pieces": pieces})]:
             if reader.receive() is None:
                 self._readers.remove(reader)
@@ -229,20 +228,19 @@ class _Bucket:
 
 
 class BucketReader:
-    """A `WeightReader` of a `BucketStore`, for a worker on the same GPU as one of the learner's ranks."""
+    """A `WeightReader` of a `BucketStore`, for a worker on the same GPU as a rank of the learner."""
 
     def __init__(self, folder: str | Path, wait_s: float | None) -> None:
-        """`wait_s`: the longest wait for a feed to begin; the learner may be at work."""
+        """`wait_s`: longest wait for a feed to start, because the learner may be busy."""
         self._wait_s = wait_s
         self._folder = Path(folder)
         self.of_piece = device_piece_hash
-        """See `WeightReader.of_piece`: what is on the GPU is hashed there."""
+        """Hashes data on the GPU, where it already is."""
         self.transport: Transport = "cuda_ipc"
-        """See `WeightReader.transport`."""
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightReader.read`. Raises WeightFileError also if no rank of the learner is on this GPU, or it does not
-        give all of the version."""
+        """Yield the version's tensors; raises WeightFileError also if this GPU has no learner rank or a feed is
+        incomplete."""
         version = version_of(location)
         what = f"weights {location} from the learner on GPU {_gpu_name()}"
         try:
@@ -260,11 +258,11 @@ class BucketReader:
             yield from _received(connection, first, what)
 
     def hashes(self, location: str) -> Mapping[str, bytes]:  # noqa: ARG002 (see WeightReader)
-        """See `WeightReader.hashes`: of what is on the GPU none is known."""
+        """Return no hashes: none are known for data on the GPU."""
         return NO_HASHES
 
     def release(self) -> None:
-        """See `WeightReader.release`: the tensors are this process's own."""
+        """Do nothing: the tensors belong to this process."""
 
 
 def _received(connection: _Connection, first: dict[str, Any], what: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -280,7 +278,7 @@ def _received(connection: _Connection, first: dict[str, Any], what: str) -> Iter
             said = connection.receive()
             continue
         if not said["pieces"]:
-            memory = None  # the learner frees it when all have given it back
+            memory = None  # the learner frees it when all workers have released it
             connection.send({})
             return
         assert memory is not None, "the bucket comes first"
@@ -292,19 +290,19 @@ def _received(connection: _Connection, first: dict[str, Any], what: str) -> Iter
             if start + size == tensor.nbytes:
                 whole.append((name, tensor))
         _synchronize(memory)
-        connection.send({})  # the bucket may be written over
+        connection.send({})  # the bucket may be overwritten
         yield from whole
         said = connection.receive()
 
 
 def _synchronize(memory: torch.Tensor) -> None:
-    """What was copied must be there before another process is told: its streams do not wait for this one's."""
+    """Wait for copies before notifying another process: its streams do not wait for this process's streams."""
     if memory.is_cuda:
         torch.cuda.synchronize(memory.device)
 
 
 def _gpu_name() -> str:
-    """The name of this process's GPU, the same in all processes."""
+    """Return an ID of this process's GPU that is the same in all processes."""
     if not torch.cuda.is_available():
         return "cpu"
     return str(torch.cuda.get_device_properties(torch.accelerator.current_device_index()).uuid)
@@ -315,7 +313,7 @@ def _socket_path(folder: Path) -> Path:
 
 
 def _export(memory: torch.Tensor) -> dict[str, Any]:
-    """How another process maps the memory: what torch's `reduce_tensor` says of it."""
+    """Return the arguments with which another process maps the memory, from torch's `reduce_tensor`."""
     _, arguments = reductions.reduce_tensor(memory)  # type: ignore[no-untyped-call]
     _, handle, size, offset, _, counter, counter_offset, event, waits = arguments[6:]
     return {
@@ -328,7 +326,7 @@ def _export(memory: torch.Tensor) -> dict[str, Any]:
 
 
 def _mapped(exported: Mapping[str, Any]) -> torch.Tensor:
-    """The memory of another process."""
+    """Map the exported memory of another process."""
     if "file" in exported:
         return torch.from_file(exported["file"], shared=True, size=BUCKET_BYTES, dtype=torch.uint8)
     rebuild: Any = reductions.rebuild_cuda_tensor

@@ -1,15 +1,15 @@
-"""Is the right version really loaded? Three checks, as pure functions.
+"""Check that an engine loaded the right version. Three checks, as pure functions.
 
-`consumed`: the digest of the tensors that a load took equals the version's, and none was left out. Finds wrong,
-old or damaged bytes, and loaders that skip tensors.
+`consumed`: the digest of the tensors that a load consumed equals the version's, and no tensor was skipped. Detects
+wrong, old or damaged bytes, and loaders that skip tensors.
 
-`read_back`: elements of every tensor in use by the engine equal the same elements of the learner's live weights, bit
-for bit; of a layer in 8 bits, code for code. Finds old weights that were published as new, a stale or scaled tensor, a
-packed copy that was not renewed; in any dtype, however small the update, and in 8 bits if it moves codes. It cannot see
-experts that are packed.
+`read_back`: elements of every tensor in use by the engine equal the same elements of the learner's live weights bit
+for bit; in 8-bit layers, code for code. Detects old weights published as new, a stale or scaled tensor, and a packed
+copy that was not refreshed. Works in any dtype, however small the update, and in 8 bits if the update changes codes.
+It cannot see packed experts.
 
-`probe`: after each load, the engine's logprobs of a short text equal the learner's, for each token and on average.
-Finds all other faults: wrong layouts, wrong dtype, another model. It cannot see an update smaller than rounding.
+`probe`: after each load, the engine's logprobs of a short text equal the learner's, per token and on average.
+Detects all other faults: wrong layouts, wrong dtype, another model. It cannot see an update smaller than rounding.
 """
 
 from __future__ import annotations
@@ -33,45 +33,44 @@ __all__ = [
 ]
 
 # Engine and learner compute the same function with different kernels, so they add in a different order. The largest
-# difference of logprobs was measured on 4-layer models with logits of size 10, over 400 versions and 127 tokens of each
-# version: 1.5e-5 in float32 and 0.25 in bfloat16; float16 follows from the bits of the mantissas (7 and 10). The
-# tolerances are twice that, and stay below the effect of a stale layer on logprobs under changed weights.
+# logprob difference was measured on 4-layer models with logits of size 10, over 400 versions and 127 tokens of each
+# version: 1.5e-5 in float32 and 0.25 in bfloat16; float16 follows from the mantissa bits (7 and 10). The tolerances are
+# about twice that, and below the effect of a stale layer on logprobs when weights change.
 PROBE_TOLERANCE: dict[DType, float] = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.06}
-"""Largest |engine - learner| logprob of a probe token, by the engine's dtype, for models of MEASURED_LAYERS."""
+"""Largest |engine - learner| logprob of a probe token, by engine dtype, for models of MEASURED_LAYERS."""
 
 FP8_TOLERANCE: dict[DType, float] = {"float32": 1.0, "float16": 2.0, "bfloat16": 2.0}
-"""The same of engines in fp8, whose learner rounds to codes as well. Rounding of the arithmetic moves activations
-over the border to the next code, so the difference is larger than without codes. Measured over 25 changed versions of
-a model of 4 layers: the largest was 0.42 in float32 and 0.69 in bfloat16 (10 versions, and the engine's arithmetic
-without an engine); the largest mean 0.071 and 0.15. A changed version moved a logprob by 2.6 or more, the logits' size
-divided out."""
+"""Same for fp8 engines, whose learner also rounds to codes. Arithmetic rounding pushes activations to the next code,
+so the difference is larger than without codes. Measured over 25 changed versions of a 4-layer model: the largest was
+0.42 in float32 and 0.69 in bfloat16 (10 versions, with the engine's arithmetic but no engine); the largest mean was
+0.071 and 0.15. A changed version moved a logprob by at least 2.6, normalized by the size of the logits."""
 
 MEASURED_LAYERS = 4
 
 DEPTH_EXPONENT = 0.35
-"""Rounding adds up over layers: with random bfloat16 models of 4, 28 and 64 layers the largest mean difference was 25,
-50 and 61 % of what 4 layers are allowed. With this growth it stays at a quarter at each depth."""
+"""Rounding accumulates over layers: with random bfloat16 models of 4, 28 and 64 layers, the largest mean difference
+was 25, 50 and 61 % of the 4-layer allowance. With this growth it stays at a quarter at each depth."""
 
 MEAN_TOLERANCE = 0.125
-"""Mean |engine - learner| over the probe's tokens, as a fraction of the tolerance above: in the same measurement
-the largest mean was a fourteenth of it. Wrong weights change every token."""
+"""Mean |engine - learner| over the probe's tokens, as a fraction of the tolerance above. The largest mean in the
+same measurement was a fourteenth of the tolerance. Wrong weights change every token."""
 
 MEAN_FROM_TOKENS = 32
-"""Fewest tokens for a check of the mean: with fewer, one large difference may dominate it."""
+"""Fewest tokens for the mean check: with fewer, one large difference may dominate it."""
 
 MEASURED_LOGITS = 10.0
-"""Size of the logits that the tolerances were measured with."""
+"""Size of the logits in the tolerance measurements."""
 
 
 def default_tolerance(dtype: DType, layers: int | None, quantization: Quantization) -> float:
-    """The tolerance of a run whose spec names none; without a number of layers that of a small model."""
+    """Return the tolerance of a run whose spec sets none. Unknown `layers` counts as a small model."""
     depth: float = max((layers or 0) / MEASURED_LAYERS, 1.0) ** DEPTH_EXPONENT
     of_format = PROBE_TOLERANCE if quantization == "off" else FP8_TOLERANCE
     return of_format[dtype] * depth
 
 
 def check_consumed(version: WeightVersion, expected_tensors: int, digest: str, tensors: int) -> None:
-    """Check that the bytes that a load consumed are the bytes of `version`.
+    """Check that a load consumed exactly the bytes of `version`.
 
     Raises:
         WeightCheckFailed: `consumed`.
@@ -94,8 +93,8 @@ def check_read_back(version: WeightVersion, compared: Mapping[str, tuple[int, in
     """Check that the elements that an engine read back equal the learner's.
 
     Args:
-        version: what the engine has loaded.
-        compared: by tensor: the number of elements compared, and how many of them differ.
+        version: the version that the engine loaded.
+        compared: by tensor: the number of elements compared, and the number that differ.
 
     Raises:
         WeightCheckFailed: `read_back`.
@@ -114,7 +113,7 @@ def check_read_back(version: WeightVersion, compared: Mapping[str, tuple[int, in
 
 
 def largest_difference(left: Sequence[float], right: Sequence[float]) -> float:
-    """max |left - right|; infinite if the lengths differ or a number is not finite."""
+    """Return max |left - right|, or infinity if the lengths differ or a number is not finite."""
     if len(left) != len(right):
         return float("inf")
     differences = [abs(a - b) for a, b in zip(left, right, strict=True)]
@@ -123,19 +122,19 @@ def largest_difference(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def mean_difference(left: Sequence[float], right: Sequence[float]) -> float:
-    """mean |left - right| of two sequences of equal length; 0 of none."""
+    """Return mean |left - right| of two sequences of equal length; 0 if empty."""
     return sum(abs(a - b) for a, b in zip(left, right, strict=True)) / max(len(left), 1)
 
 
 def allowed_difference(probe: Probe, tolerance: float) -> float:
-    """The largest difference that rounding may cause. It grows with the size of the logits, which is estimated by the
-    logprob of the least likely token of the probe: about -50 for logits of size 50."""
+    """Return the largest difference that rounding may cause. It grows with the size of the logits, estimated from
+    the logprob of the probe's least likely token: about -50 for logits of size 50."""
     size = max((abs(logprob) for logprob in probe.logprobs), default=0.0)
     return tolerance * max(1.0, size / MEASURED_LOGITS)
 
 
 def check_probe(version: WeightVersion, probe: Probe, engine_logprobs: Sequence[float], tolerance: float) -> float:
-    """Check that the engine's logprobs of the probe equal the learner's. Returns the largest difference.
+    """Check that the engine's logprobs of the probe equal the learner's, and return the largest difference.
 
     Raises:
         WeightCheckFailed: `probe`.

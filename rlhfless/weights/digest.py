@@ -1,14 +1,14 @@
 """The digest of a set of weights: two versions are the same if their digests are.
 
-Each tensor is hashed on its own (name, dtype, shape, and the hash of each PIECE_BYTES of its bytes) with xxh3-128, and
-the hashes are combined in the order of the names. So threads share the work on a large tensor, and a reader may take
-the tensors in any order, layer by layer, and still arrive at the publisher's digest - so an engine can prove which
-tensors it *consumed*, not only which were offered to it.
+Each tensor is hashed separately with xxh3-128 (name, dtype, shape, and the hash of each PIECE_BYTES of its bytes),
+and the hashes are combined in name order. Threads can therefore share the work on a large tensor, and a reader can
+take the tensors in any order, layer by layer, and still compute the publisher's digest. An engine can thus prove
+which tensors it *consumed*, not only which ones it was offered.
 
-xxh3 is fast (memory bandwidth) and not cryptographic: it finds mistakes, not attackers.
+xxh3 is fast (memory bandwidth) but not cryptographic: it detects mistakes, not attackers.
 
-Several readers may share the hashing of one version: each takes all tensors, hashes some, and the hashes are put
-together (`merged`). A reader that is given a tensor's hash does not read its bytes for that.
+Several readers can share the hashing of one version: each takes all tensors and hashes some, and `merged` combines
+the hashes. A reader that already knows a tensor's hash does not read its bytes to hash them.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ import xxhash
 from rlhfless.spec import Transport
 
 CHUNK_BYTES = 1 << 20
-"""What is hashed and then copied at once: it stays in a core's cache between the two."""
+"""Bytes hashed and then copied in one go: they stay in a core's cache between the two."""
 
 PIECE_BYTES = 1 << 24
-"""What one thread hashes and copies at a time, and what is copied from a GPU at once: 16 MiB takes 0.3 ms there, far
-more than starting the copy does."""
+"""Bytes that a thread hashes and copies at a time, and that one GPU copy moves: 16 MiB takes 0.3 ms there, far
+longer than the launch of a copy."""
 
 MOST_THREADS = 8
-"""That hash and copy at the same time; about so many cores use up the bandwidth of a machine's memory."""
+"""Most threads that hash and copy concurrently; about this many cores saturate a machine's memory bandwidth."""
 
 PieceHash = Callable[[torch.Tensor], bytes]
-"""A hash of a piece `[bytes]`, 16 bytes: of xxh3 (`piece_hash`), or of a GPU's own (`device_piece_hash`)."""
+"""A 16-byte hash of a piece `[bytes]`: xxh3 (`piece_hash`), or computed on the GPU (`device_piece_hash`)."""
 
 NO_HASHES: Mapping[str, bytes] = MappingProxyType({})
 
 
 def threads() -> int:
-    """For hashing and copying: one on each core that this process may use."""
+    """Return the number of hashing and copying threads: one per core available to this process, up to MOST_THREADS."""
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bytes `[bytes]` of `tensor` in row-major order, on its device, in pieces of PIECE_BYTES."""
+    """Return the bytes of `tensor` in row-major order, on its device, as `[bytes]` pieces of PIECE_BYTES."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return torch.split(flat, PIECE_BYTES) if len(flat) else ()
 
 
 def chunks(piece: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a piece, chunk by chunk; each is valid until the next one is asked for."""
+    """Yield the bytes of a piece in chunks; each chunk is valid until the next is requested."""
     data = _staged(piece) if piece.is_cuda else piece.numpy().data
     for start in range(0, data.nbytes, CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
 
 
 def _staged(piece: torch.Tensor) -> memoryview:
-    """A copy of a piece in pinned memory, which comes from torch's cache of it: only a first version waits for it."""
+    """Copy a piece to pinned memory from torch's cache; only the first version waits for an allocation."""
     stream = torch.cuda.Stream(piece.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(piece.device))
     buffer = torch.empty(len(piece), dtype=torch.uint8, pin_memory=True)
@@ -72,7 +72,7 @@ def _staged(piece: torch.Tensor) -> memoryview:
 
 
 def piece_hash(piece: torch.Tensor) -> bytes:
-    """The hash of a piece. Other threads run meanwhile."""
+    """Hash a piece with xxh3-128; releases the GIL."""
     hasher = xxhash.xxh3_128()
     for chunk in chunks(piece):
         hasher.update(chunk)
@@ -80,43 +80,41 @@ def piece_hash(piece: torch.Tensor) -> bytes:
 
 
 def combined_hash(name: str, tensor: torch.Tensor, hashes: Iterable[bytes]) -> bytes:
-    """The hash of a tensor, of which the pieces have these."""
+    """Combine the hashes of a tensor's pieces into the tensor's hash."""
     hasher = xxhash.xxh3_128(f"{name}\0{dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0".encode())
     hasher.update(b"".join(hashes))
     return hasher.digest()
 
 
 def hash_of(name: str, tensor: torch.Tensor, of_piece: PieceHash = piece_hash) -> bytes:
-    """The hash of a tensor."""
     return combined_hash(name, tensor, map(of_piece, pieces(tensor)))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of `tensor` in row-major order; no copy if it is contiguous and on the CPU already."""
+    """Return the bytes of `tensor` in row-major order, without a copy if it is contiguous and on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def tensor_at(memory: torch.Tensor, start: int, dtype_named: str, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor whose bytes begin at `start` of `memory` [bytes]; a copy only if it does not begin at a multiple of
-    its element's size."""
+    """Return the tensor that starts at byte `start` of `memory` [bytes]; copies only if `start` is unaligned."""
     dtype: torch.dtype = getattr(torch, dtype_named)
     part = memory[start : start + dtype.itemsize * math.prod(shape)]
     return (part.clone() if start % dtype.itemsize else part).view(dtype).view(torch.Size(shape))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a format, such as `bfloat16`."""
+    """Return the name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 class Digest:
-    """A digest under construction: `add` every tensor once, in any order."""
+    """A digest under construction: `add` each tensor once, in any order."""
 
     def __init__(self, of_piece: PieceHash = piece_hash) -> None:
         self.of_piece = of_piece
         self.hashes: dict[str, bytes] = {}
-        """By tensor; empty for a tensor that another reader hashes."""
+        """By tensor name; empty for tensors that another reader hashes."""
         self.size_bytes = 0
 
     @property
@@ -124,18 +122,18 @@ class Digest:
         return len(self.hashes)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ValueError if a tensor of this name was added before."""
+        """Hash and add a tensor. Raises ValueError if its name was already added."""
         self.record(name, hash_of(name, tensor, self.of_piece), tensor.nbytes)
 
     def record(self, name: str, known: bytes, size_bytes: int) -> None:
-        """Add a tensor by its hash. Raises ValueError if a tensor of this name was added before."""
+        """Add a tensor by its known hash. Raises ValueError if its name was already added."""
         if name in self.hashes:
             raise ValueError(f"tensor {name!r} came twice; a version holds every name once")
         self.hashes[name] = known
         self.size_bytes += size_bytes
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits, over the tensors so far."""
+        """Return 32 hexadecimal digits over the tensors added so far."""
         combined = xxhash.xxh3_128()
         for name in sorted(self.hashes):
             combined.update(self.hashes[name])
@@ -148,9 +146,10 @@ class Digest:
         reader: int = 0,
         readers: int = 1,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields `tensors`, and adds only the tensors that the consumer really takes.
+        """Yield `tensors`, adding only those that the consumer takes.
 
-        Hashes that are `known` are not computed; of the others this one of several `readers` computes its share.
+        Hashes in `known` are not computed again; of the others, this reader hashes its share as one of several
+        `readers`.
         """
         for number, (name, tensor) in enumerate(tensors):
             mine = number % readers == reader
@@ -160,7 +159,7 @@ class Digest:
 
 
 def merged(parts: Iterable[Mapping[str, bytes]]) -> Digest:
-    """The hashes of all readers of one version; its `size_bytes` is not known."""
+    """Merge the hashes of all readers of one version; `size_bytes` of the result is unknown."""
     digest = Digest()
     for part in parts:
         for name, known in part.items():
@@ -169,14 +168,13 @@ def merged(parts: Iterable[Mapping[str, bytes]]) -> Digest:
 
 
 def digest_of(tensors: Iterable[tuple[str, torch.Tensor]], of_piece: PieceHash = piece_hash) -> str:
-    """The digest of all `tensors`."""
     return digest_by_threads(tensors, 1, of_piece).hexdigest()
 
 
 def digest_by_threads(
     tensors: Iterable[tuple[str, torch.Tensor]], count: int, of_piece: PieceHash = piece_hash
 ) -> Digest:
-    """The digest of all `tensors`, which `count` threads hash."""
+    """Compute the digest of all `tensors` with `count` threads."""
     digest = Digest(of_piece)
     with ThreadPoolExecutor(count, "hash") as pool:
         hashed = [(name, each, [pool.submit(of_piece, piece) for piece in pieces(each)]) for name, each in tensors]
@@ -187,27 +185,27 @@ def digest_by_threads(
 
 _WORD_BYTES = 4
 _SUMS = 2
-_WORDS_IN_CACHE = 1 << 15  # whose products, on a CPU, are added while a core's cache has them
+_WORDS_IN_CACHE = 1 << 15  # on a CPU, the products of this many words stay in a core's cache until they are added
 ON_GPUS: tuple[Transport, ...] = ("nccl", "cuda_ipc")
-"""Transports by which weights go from GPU to GPU."""
+"""Transports that move weights from GPU to GPU."""
 
 
 def piece_hash_of(transport: Transport) -> PieceHash:
-    """How versions that go by a transport are hashed."""
+    """Return the piece hash for versions sent over a transport."""
     return device_piece_hash if transport in ON_GPUS else piece_hash
 
 
 def device_piece_hash(piece: torch.Tensor) -> bytes:
-    """The hash of a piece `[bytes]`, 16 bytes, computed on the piece's own device: no byte of a GPU goes to the host.
+    """Hash a piece `[bytes]` into 16 bytes on the piece's own device, without copying GPU data to the host.
 
-    The bytes are taken as words w[i] of four bytes, little-endian, and the hash is two sums of products modulo 2^64:
+    The bytes are read as little-endian four-byte words w[i]; the hash is two sums of products modulo 2^64:
 
-        h[k] = sum over i of c[k, i] * w[i]    with fixed random odd numbers c
+        h[k] = sum over i of c[k, i] * w[i]  with fixed random odd numbers c
 
-    (multilinear hashing; D. Lemire, O. Kaser, "Strongly universal string hashing is fast", 2014). Integers are exact,
-    so the result is the same on every device, in whichever order they are added. A change of one word always shows,
-    because an odd number has an inverse; any other change escapes with a probability of about 2^-64. On a CPU xxh3 is
-    many times as fast.
+    (multilinear hashing; D. Lemire, O. Kaser, "Strongly universal string hashing is fast", 2014). Integer sums are
+    exact, so the result is the same on every device and in any order of addition. A change of a single word is
+    always detected, because an odd number has an inverse; any other change is missed with a probability of about
+    2^-64. On a CPU, xxh3 is many times faster.
     """
     words = -(-len(piece) // _WORD_BYTES)
     if len(piece) % _WORD_BYTES or piece.storage_offset() % _WORD_BYTES:
@@ -225,7 +223,7 @@ def device_piece_hash(piece: torch.Tensor) -> bytes:
 
 @cache
 def _coefficients(device: torch.device) -> torch.Tensor:
-    """Odd numbers `[sums, words]`, int64: the output of SplitMix64, which is the same everywhere."""
+    """Return odd int64 numbers `[sums, words]`: the output of SplitMix64, identical on every device."""
     with np.errstate(over="ignore"):
         state = np.arange(1, _SUMS * (PIECE_BYTES // _WORD_BYTES) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,10 +1,10 @@
-"""What a version holds, and how it is written and read: the bytes of one safetensors file, in parts (`parts`).
+"""The format of a version and how it is written and read: the bytes of one safetensors file, in parts (`parts`).
 
-The format is 8 bytes with the length of the header, a JSON header, then the bytes of the tensors. It is written here
-and not by the safetensors package because that copies every tensor once more, and refuses tensors which share memory
-(tied embeddings); and read here because the package reads single files.
+The format is 8 bytes with the length of the header, a JSON header, then the bytes of the tensors. The safetensors
+package is not used for writing because it copies every tensor once more and rejects tensors that share memory (tied
+embeddings), nor for reading because it reads single files.
 
-Several threads hash and write, each a piece of a tensor, chunk by chunk, while the next tensors are made.
+Several threads hash and write pieces of tensors chunk by chunk while the next tensors are produced.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _HEADER_ALIGNMENT_BYTES = 64  # a cache line: mapped tensors then start aligned 
 
 
 def file_name(version: WeightVersion) -> str:
-    """The name of a version in a folder: its label, with `~` for `/`."""
+    """Return the file name of a version: its label with `~` for `/`. Raises ValueError for an invalid run ID."""
     if _SEPARATOR in version.run_id or "/" in version.run_id or version.run_id.startswith("."):
         raise ValueError(f"run id {version.run_id!r} must not contain `~` or `/`, nor start with a dot")
     return version.label.replace("/", _SEPARATOR) + SUFFIX
 
 
 def version_of(path: str | Path) -> WeightVersion:
-    """The inverse of `file_name`, for a path or URL. Raises ValueError for any other name."""
+    """Parse the version from a path or URL; inverse of `file_name`. Raises ValueError for any other name."""
     name = str(path).rsplit("/", 1)[-1]
     if not name.endswith(SUFFIX):
         raise ValueError(f"{path} is not a version of weights: the name must end with {SUFFIX}")
@@ -76,35 +76,35 @@ def version_of(path: str | Path) -> WeightVersion:
 
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Format and shape of each tensor, by name."""
+"""Dtype and shape of each tensor, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStream:
-    """Tensors that are made one after the other, so that never all of them need to be in memory."""
+    """Tensors that are produced one at a time, so that they need not all fit in memory."""
 
     layout: Layout
     tensors: Iterator[tuple[str, torch.Tensor]]
-    """Each tensor of the layout once, in any order."""
+    """Yields each tensor of the layout once, in any order."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> TensorStream:
-        """A stream of tensors that are in memory already."""
+        """Wrap tensors that are already in memory."""
         layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         return cls(layout, iter(tensors.items()))
 
 
 Put = Callable[[bytes | memoryview, int], None]
-"""Writes bytes at a place; several threads call it."""
+"""Writes bytes at an offset; must be thread-safe."""
 
 
 def write_tensors(
     put: Put, stream: TensorStream, metadata: Callable[[], Mapping[str, str]], digest: Digest | None = None
 ) -> int:
-    """Writes all of the format, and adds what it writes to `digest`. Returns its size in bytes.
+    """Write a whole version, add its tensors to `digest`, and return its size in bytes.
 
-    `metadata` is asked when all tensors have been written; before that, for its length alone. Raises ValueError if the
-    stream does not have the tensors of its layout.
+    `metadata` is called after all tensors are written, and once before for its length alone. Raises ValueError if
+    the stream does not match its layout.
     """
     digest = digest or Digest()
     header, size_bytes = _header(stream.layout, metadata())
@@ -125,7 +125,7 @@ def write_tensors(
                 written.append(pool.submit(_write, put, place, piece, digest.of_piece))
                 place += len(piece)
             writing.append((name, tensor, written))
-            if len(writing) > count:  # tensors that wait are memory
+            if len(writing) > count:  # waiting tensors use memory
                 take()
         while writing:
             take()
@@ -136,8 +136,8 @@ def write_tensors(
 
 
 def write_file(file: IO[bytes], stream: TensorStream, metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file."""
-    turn = threading.Lock()  # the kernel lets one thread at a time write to a file
+    """Write a safetensors file."""
+    turn = threading.Lock()  # the kernel allows one writing thread per file
 
     def put_in_turn(data: bytes | memoryview, place: int) -> None:
         with turn:
@@ -147,8 +147,8 @@ def write_file(file: IO[bytes], stream: TensorStream, metadata: Mapping[str, str
 
 
 def _write(put: Put, place: int, piece: torch.Tensor, of_piece: PieceHash) -> bytes:
-    """Write a piece at `place`; its hash. A chunk is hashed while a core's cache has it, or all of the piece on the
-    tensor's device."""
+    """Write a piece at `place` and return its hash. xxh3 hashes each chunk while it is in a core's cache; other
+    hashes take the whole piece on its device."""
     hasher = xxhash.xxh3_128() if of_piece is piece_hash else None
     for chunk in chunks(piece):
         if hasher is not None:
@@ -159,7 +159,7 @@ def _write(put: Put, place: int, piece: torch.Tensor, of_piece: PieceHash) -> by
 
 
 def _offsets(layout: Layout) -> Iterator[tuple[str, tuple[int, int]]]:
-    """First byte and end of each tensor, counted from the end of the header."""
+    """Yield the first byte and end of each tensor, relative to the end of the header."""
     offset = 0
     for name, (dtype, shape) in layout.items():
         end = offset + dtype.itemsize * math.prod(shape)
@@ -168,7 +168,7 @@ def _offsets(layout: Layout) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _header(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """The header, and the size of all tensors in bytes."""
+    """Return the header and the total size of all tensors in bytes."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     size_bytes = 0
     for name, (start, end) in _offsets(layout):
@@ -185,14 +185,15 @@ def _header(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, int]:
 
 
 def way_on_node(folder: Path) -> Transport:
-    """How files in a folder of this node reach its processes."""
+    """Return the transport by which files in a local folder reach this node's processes."""
     return "shared_memory" if in_memory(folder) else "file"
 
 
 def read_header(memory: mmap.mmap) -> tuple[int, list[tuple[str, str, list[int], int, int]], Mapping[str, str]]:
-    """Where the tensors begin; name, dtype, shape, first byte from there and end of each, in order; and metadata.
+    """Return the offset of the tensor data; name, dtype, shape, start and end of each tensor in order; and the
+    metadata.
 
-    Raises ValueError, KeyError or TypeError for bytes that are not safetensors.
+    Raises ValueError, KeyError or TypeError if the bytes are not safetensors.
     """
     begins = 8 + int.from_bytes(memory[:8], "little")
     header = json.loads(memory[8:begins])
@@ -205,13 +206,13 @@ def read_header(memory: mmap.mmap) -> tuple[int, list[tuple[str, str, list[int],
 
 
 def read_version(path: Path, digest: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields `(name, tensor)` of all tensors; the tensors are views of the mapped version.
+    """Yield `(name, tensor)` for all tensors, as views of the mapped version.
 
-    They stay valid when the version is deleted meanwhile: the kernel keeps the bytes until the last view is gone.
-    `digest` is only named in errors; the consumer of the tensors checks it.
+    The views stay valid if the version is deleted meanwhile: the kernel keeps the bytes until the last view is gone.
+    `digest` only appears in errors; the consumer of the tensors checks it.
 
     Raises:
-        WeightFileError: the version is missing, truncated, or has no header of safetensors.
+        WeightFileError: the version is missing, truncated, or has no safetensors header.
     """
     try:
         memory = mapped(path)

@@ -2,13 +2,13 @@
 
 Pulling needs no process group, so engines may come and go, and a late engine simply reads the newest version.
 
-Invariants: a version that can be seen is complete (see `parts`); it never changes; its name carries its
-digest, so publishing it twice is harmless. Deleting is always safe for readers: `delete` removes the name at
-once, and the bytes stay as long as any reader has the file open or mapped; the next version is written over them
-only if none has. No lock is needed for that. A reader does fail if a version that was *announced* to it is deleted
-before the reader opens it; so `retain` every announced version.
+Invariants: every visible version is complete (see `parts`); a version never changes; its name contains its digest,
+so publishing it twice is harmless. Deleting is always safe for readers: `delete` removes the name at once, and the
+bytes remain while any reader has the file open or mapped; the next version overwrites them only after that. No lock
+is needed. A reader fails if a version that was *announced* to it is deleted before the reader opens it, so `retain`
+every announced version.
 
-Not done: stores that several learners publish to (fencing by attempt is the caller's).
+Not implemented: stores with several publishing learners (fencing by attempt is up to the caller).
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ class StoreFull(UserError):
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """A version in a store."""
-
     version: WeightVersion
     location: str
     """The path or URL that a reader of the same store opens."""
@@ -60,56 +58,57 @@ class StoredWeights:
 
 
 class WeightReader(Protocol):
-    """The interface of a store for engines."""
+    """The engine-side interface of a store."""
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields `(name, tensor)` of all tensors at `location`. The tensors must not be written to.
+        """Yield `(name, tensor)` for all tensors at `location`. The tensors must not be written to.
 
         Raises:
-            WeightFileError: there is no such version, or it is damaged.
+            WeightFileError: the version does not exist or is damaged.
         """
         ...
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
-        """By tensor: the hashes of the version at `location`, if its bytes were hashed on this node and not written to
-        since; else empty."""
+        """Return the hashes by tensor if this node hashed the bytes at `location` and they are unmodified since;
+        else {}."""
         ...
 
     @property
     def transport(self) -> Transport:
-        """How the version that was read last came to this process."""
+        """Return how the last-read version reached this process."""
         ...
 
     @property
     def of_piece(self) -> PieceHash:
-        """What the publisher hashes versions with."""
+        """Return the publisher's hash function."""
         ...
 
     def release(self) -> None:
-        """Ends the use of the tensors that were read."""
+        """End the use of the tensors that were read."""
         ...
 
 
 class WeightStore(Protocol):
-    """The interface of a store for the learner."""
+    """The learner-side interface of a store."""
 
     def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
-        """Publishes `tensors`; the digest is computed here. A stream is written as it comes. Raises StoreFull.
+        """Publish `tensors` and compute their digest; streams are written as they arrive. Raises StoreFull.
 
-        Publishing the same weights again does nothing, unless the stored file is damaged: then it is written again.
+        Publishing the same weights again does nothing unless the stored file is damaged, in which case it is
+        rewritten.
         """
         ...
 
     def versions(self) -> tuple[WeightVersion, ...]:
-        """All versions in the store, oldest first by (run, attempt, step)."""
+        """Return all versions in the store, oldest first by (run, attempt, step)."""
         ...
 
     def delete(self, version: WeightVersion) -> None:
-        """Removes a version; nothing happens if it is not there."""
+        """Remove a version, if it exists."""
         ...
 
     def retain(self, keep: set[WeightVersion]) -> None:
-        """Deletes every version that is not in `keep`."""
+        """Delete every version that is not in `keep`."""
         ...
 
 
@@ -122,11 +121,11 @@ class FolderStore:
         private(self.folder)
 
     def path(self, version: WeightVersion) -> Path:
-        """Where the version is, or would be."""
+        """Return the path of a version, whether or not it exists."""
         return self.folder / file_name(version)
 
     def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
-        """See `WeightStore.put`. Raises ValueError for an empty set of tensors."""
+        """Publish `tensors`; see `WeightStore.put`. Raises ValueError for an empty set of tensors."""
         stream = tensors if isinstance(tensors, TensorStream) else TensorStream.of(tensors)
         if not stream.layout:
             raise ValueError(f"nothing to publish for run {run_id!r}, step {step}: the set of tensors is empty")
@@ -138,7 +137,7 @@ class FolderStore:
         def notes() -> Mapping[str, str]:
             return {"version": version().label, **hashes_note(stream.layout, digest)}
 
-        file_name(version())  # refuses a bad name before anything is written
+        file_name(version())  # rejects a bad name before anything is written
         with _reporting_full(self.folder), drafting(self.folder) as draft:
             size_bytes = write_tensors(draft.put, stream, notes, digest)
             draft.finish(size_bytes)
@@ -148,7 +147,7 @@ class FolderStore:
         return StoredWeights(version(), str(path), size_bytes, digest.tensors)
 
     def _is_whole(self, path: Path, digest: str) -> bool:
-        """Whether the version is there and complete."""
+        """Return whether the version exists and is intact."""
         if not path.exists():
             return False
         try:
@@ -157,34 +156,28 @@ class FolderStore:
             return False
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightReader.read`."""
         return read_version(Path(location), version_of(location).digest)
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
-        """See `WeightReader.hashes`."""
         return known_hashes(Path(location), version_of(location).digest)
 
     @property
     def transport(self) -> Transport:
-        """See `WeightReader.transport`."""
         return way_on_node(self.folder)
 
     def release(self) -> None:
-        """See `WeightReader.release`: files that are dropped stay as long as they are mapped."""
+        """Do nothing: dropped files remain as long as they are mapped."""
 
     def versions(self) -> tuple[WeightVersion, ...]:
-        """See `WeightStore.versions`."""
         versions = [
             version_of(path) for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith(TEMPORARY_PREFIX)
         ]
         return tuple(sorted(versions, key=lambda version: (version.run_id, version.attempt, version.step)))
 
     def delete(self, version: WeightVersion) -> None:
-        """See `WeightStore.delete`."""
         spare(self.path(version))
 
     def retain(self, keep: set[WeightVersion]) -> None:
-        """See `WeightStore.retain`."""
         for version in self.versions():
             if version not in keep:
                 self.delete(version)
@@ -192,7 +185,7 @@ class FolderStore:
 
 @contextmanager
 def _reporting_full(folder: Path) -> Iterator[None]:
-    """Raises StoreFull where the block fails because the folder's file system is full."""
+    """Raise StoreFull if the block fails because the folder's file system is full."""
     try:
         yield
     except OSError as error:
