@@ -1,8 +1,8 @@
-"""One engine: continuous batching of a step's samples in closed form (`sim.kernel`), priced by an EngineModel.
+"""Simulate one engine: continuous batching of a step's samples in closed form (`sim.kernel`), priced by an EngineModel.
 
-An engine is always at a boundary between two iterations, at `now_s`; the iteration after it may be in progress.
-Changes from outside take effect when that iteration ends, as in a real engine: arriving samples and aborts wait for it.
-Only a crash does not.
+An engine is always at a boundary between two iterations, at `now_s`; the iteration after it may be in progress. Outside
+changes, such as arriving samples and aborts, take effect when that iteration ends, as in a real engine. Only a crash
+takes effect at once.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from rlhfless.sim.kernel_state import Costs, Floats, Ints, Limits, Pool, Table, 
 from rlhfless.sim.samples import StepProgress
 
 COUNTS = "preempted", "prefilled", "cached", "evicted", "decoded"
-"""Of an engine: preemptions; prompt tokens that were computed, each time again; those that another sequence had
-computed; those that were computed again because other sequences had taken their blocks; and response tokens."""
+"""Counters of an engine: preemptions; prompt tokens computed, counted each time; prompt tokens found in the cache;
+prompt tokens recomputed because other sequences had taken their blocks; response tokens."""
 
 PRICES = 1 << 16
-"""Size of the table of prefill prices; when it is half full, it is emptied."""
+"""Size of the table of prefill prices, which is emptied when it is half full."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The capacity of an engine, and its way to prefill.
+    """The capacity of an engine, and how it prefills.
 
-    Raises ValueError for an impossible figure.
+    Raises ValueError for an impossible value.
     """
 
     max_sequences: int
     kv_blocks: int
     block_tokens: int
     chunk_tokens: int | None
-    """Token budget of an iteration, decoding included; None: prompts are prefilled whole, while no sequence decodes."""
+    """Token budget of an iteration, decoding included. None: prompts are prefilled whole, while no sequence decodes."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "kv_blocks", "block_tokens"):
@@ -52,7 +52,7 @@ class EngineShape:
             )
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens of one sequence fill."""
+        """Return how many blocks `tokens` tokens of one sequence fill."""
         return -(-tokens // self.block_tokens)
 
     @property
@@ -61,7 +61,7 @@ class EngineShape:
 
 
 class PricedModel:
-    """An EngineModel as the kernel reads it. Engines with the same model and shape share one.
+    """An EngineModel in the kernel's format, shared by engines with the same model and shape.
 
     Each prefill price is computed once, when it is first needed.
     """
@@ -75,7 +75,7 @@ class PricedModel:
         self._known = 0
 
     def ask(self, tokens: int, context: int) -> None:
-        """Adds the price of prefilling `tokens` after `context`."""
+        """Add the price of prefilling `tokens` after `context`."""
         keys = self.costs.price_key
         if self._known >= PRICES // 2:
             keys.fill(-1)
@@ -89,13 +89,13 @@ class PricedModel:
 
 
 class EnginePool:
-    """The engines of one shape and latency model that generate a step, or several at once; all advance together."""
+    """The engines of one shape and latency model that generate one or more steps; all advance together."""
 
     def __init__(self, shape: EngineShape, prices: PricedModel, table: Table, slots: Sequence[int]) -> None:
-        """One engine at each of `slots`, still without work. `table`: of all samples that they may generate.
+        """Create one idle engine per slot; `table` holds all samples that they may generate.
 
-        Raises ValueError if the prices are of fewer sequences than an engine may have: the kernel, which checks no
-        bounds, would read whatever is behind them.
+        Raises ValueError if the prices cover fewer sequences than an engine may have: the kernel checks no bounds and
+        would read past their end.
         """
         priced = prices.costs.iteration_s.shape[1] - 1
         if priced < shape.max_sequences:
@@ -111,10 +111,10 @@ class EnginePool:
         self._lives: dict[int, int] = {}
         """By slot: the life of the replica whose engine is there."""
         self._settled: dict[int, dict[str, int]] = {}
-        """By row: what was counted at the last `settle`."""
+        """By row: the counts at the last `settle`."""
         self._prices = prices
         self._spans: dict[int, list[Interval]] = {}
-        """By row, the spans fetched from `Pool.span`."""
+        """By row: the spans fetched from `Pool.span`."""
 
     @property
     def running(self) -> Ints:
@@ -123,14 +123,17 @@ class EnginePool:
 
     @property
     def waiting(self) -> Ints:
-        """`[engines]`: sequences that prefill, or are in the queue."""
+        """`[engines]`: sequences that prefill or are queued."""
         return cast(Ints, self.memory.engine["filling"] + self.memory.engine["queued"])
 
     def open(
         self, slot: int, progress: StepProgress, at_s: float, slowdown: float = 1.0, life: int = 0
     ) -> SimulatedEngine:
-        """The engine at a slot, for a step: a new one for each life of the replica there, whose engine before has no
-        work left. `slowdown` stretches every iteration: 1 for a sound device, more for a straggler."""
+        """Return the engine at a slot for a step, resetting it for each new life of the replica there.
+
+        The engine of an earlier life must have no work left. `slowdown` stretches every iteration: 1 for a normal
+        device, more for a straggler.
+        """
         row = self._row[slot]
         if self._lives.get(slot) == life:
             return SimulatedEngine(self, row, progress)
@@ -146,13 +149,16 @@ class EnginePool:
         return SimulatedEngine(self, row, progress)
 
     def settle(self, row: int, counts: dict[str, int]) -> dict[str, int]:
-        """What an engine has counted since the last time, by name."""
+        """Return how much an engine's counts have grown since the last call, by name."""
         before, self._settled[row] = self._settled.get(row, {}), counts
         return {name: count - before.get(name, 0) for name, count in counts.items()}
 
     def advance(self, until_s: float, row: int | None = None, one: bool = False) -> Ints:
-        """Runs all iterations that end at or before `until_s`, of all engines or of one; with `one`, its next
-        iteration, whenever it ends. Returns the rows of the table that ended, by engine and in order."""
+        """Run all iterations that end at or before `until_s`, in all engines or one; with `one`, run its next
+        iteration, whenever it ends.
+
+        Return the table rows that ended, by engine and in order.
+        """
         memory, costs, table = self.memory, self._prices.costs, self.table
         first, last = (0, len(self.slots)) if row is None else (row, row + 1)
         memory.totals[kernel.ENDED] = 0
@@ -164,16 +170,16 @@ class EnginePool:
         return ended
 
     def prefill_s(self, tokens: int, context_tokens: int) -> float:
-        """Seconds to prefill `tokens` after `context_tokens`, alone."""
+        """Return the seconds to prefill `tokens` after `context_tokens`, alone."""
         return self._prices.model.prefill_s(tokens, context_tokens)
 
     def spans(self, row: int) -> list[Interval]:
-        """The past spans of work of an engine, without the last."""
+        """Return an engine's past spans of work, without the current or last one."""
         self._fetch()
         return self._spans.get(row, [])
 
     def _price(self) -> None:
-        """Adds all prices that engines lack."""
+        """Add all prices that engines lack."""
         engines = self.memory.engine
         lacking = engines[engines["wanted_tokens"] > 0]
         for tokens, context in lacking[["wanted_tokens", "wanted_context"]].tolist():
@@ -195,29 +201,29 @@ class Precomputed:
     end_s: float
     computed_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens that were in its cache already."""
+    """Tokens that were already in the cache."""
 
 
 class SimulatedEngine:
-    """One engine of a pool, as a step sees it: its samples and nodes have the numbers of that step."""
+    """One engine of a pool, seen from one step: samples and nodes have the numbers of that step."""
 
     def __init__(self, pool: EnginePool, row: int, progress: StepProgress) -> None:
         self.shape = pool.shape
         self.progress = progress
         self._pool = pool
         self.asked: set[int] = set()
-        """Shared prefixes of the batch that the actor was asked to put into this engine's cache."""
+        """Shared prefixes of the batch that were requested for this engine's cache."""
         self._row = row
         self.slot = int(pool.slots[row])
         self._n = pool.memory.engine[row]
         sample = progress.table.sample
         longest = int((sample["prompt"] + sample["target"]).max(initial=1)) - 1
         self._fits_all = self.shape.blocks(longest) <= self.shape.kv_blocks
-        """Whether every sample of the step fits, alone."""
+        """Whether every sample of the step fits alone."""
 
     @property
     def now_s(self) -> float:
-        """The time of its boundary: the end of its last whole iteration."""
+        """The time of its boundary: the end of its last completed iteration."""
         return float(self._n["now_s"])
 
     @property
@@ -227,30 +233,28 @@ class SimulatedEngine:
 
     @property
     def waiting(self) -> int:
-        """Sequences that prefill, or are in the queue."""
+        """Sequences that prefill or are queued."""
         return self._count("filling") + self._count("queued")
 
     @property
     def counts(self) -> dict[str, int]:
-        """COUNTS, since the engine was new and whatever step they were for."""
+        """COUNTS since the engine's life started, over all steps."""
         return {name: self._count(name) for name in COUNTS}
 
     def settle(self) -> dict[str, int]:
-        """COUNTS since the last time."""
+        """Return COUNTS since the last call."""
         return self._pool.settle(self._row, self.counts)
 
     @property
     def periods(self) -> list[Interval]:
-        """Spans of work; the current one lasts until `now_s`. Spans that follow each other within `kernel.JOIN_S` are
-        one."""
+        """Spans of work; the current one lasts until `now_s`. Spans within `kernel.JOIN_S` of each other are joined."""
         if not self._busy and math.isinf(self._n["rested_s"]):
             return []
         end_s = self.now_s if self._busy else float(self._n["rested_s"])
         return [*self._pool.spans(self._row), (float(self._n["since_s"]), end_s)]
 
     def submit(self, samples: Ints, at_s: float | Floats) -> None:
-        """Puts samples at the end of the queue, to arrive at `at_s`. A sample behind one that arrives later waits for
-        it.
+        """Append samples to the queue, arriving at `at_s`. A sample behind a later arrival waits for it.
 
         Raises ValueError if a sample could never fit, even alone.
         """
@@ -274,17 +278,20 @@ class SimulatedEngine:
             )
 
     def has(self, node: int) -> bool:
-        """Whether all of a prompt or shared prefix is in the cache."""
+        """Return whether all of a prompt or shared prefix is in the cache."""
         return not any(map(self._lacks, self.progress.lineage(node)))
 
     def precompute(self, nodes: Sequence[int], at_s: float, fixed_s: float) -> Precomputed:
-        """Put shared prefixes into the cache, each after its parent, in a call of their own from the first boundary at
-        or after `at_s` on; `fixed_s` is the time of an empty call. Prefixes that do not fit are skipped."""
+        """Put shared prefixes into the cache, each after its parent, in a separate call from the first boundary at or
+        after `at_s`.
+
+        `fixed_s` is the time of an empty call. Prefixes that do not fit are skipped.
+        """
         self._to_boundary(at_s)
         self.asked.update(nodes)
         done = Precomputed(max(self.now_s, at_s), max(self.now_s, at_s) + fixed_s)
         for node in nodes:
-            for part in self.progress.lineage(node):  # with those that were too short for their own call
+            for part in self.progress.lineage(node):  # including ancestors that were too short for a call of their own
                 self._put(part, done)
             done.cached_tokens += int(self.progress.table.depth[node])
         done.cached_tokens -= done.computed_tokens
@@ -292,7 +299,7 @@ class SimulatedEngine:
         return done
 
     def _put(self, node: int, done: Precomputed) -> None:
-        """Add a node whose own tokens are not cached to the cache, and its time and tokens to `done`."""
+        """Put the missing blocks of a node into the cache, and add their time and tokens to `done`."""
         table = self.progress.table
         new = self._lacks(node) * self.shape.block_tokens
         if not new or not kernel.put(*self._of(node)):
@@ -301,26 +308,26 @@ class SimulatedEngine:
         done.end_s += self._pool.prefill_s(new, int(table.depth[node]) - new) * float(self._n["slowdown"])
 
     def _lacks(self, node: int) -> int:
-        """Blocks of a node, without its parent's, that are not in the cache."""
+        """Return how many blocks of a node, without its parent's, are not in the cache."""
         return kernel.lacks(*self._of(node))
 
     def _of(self, node: int) -> tuple[Pool, Table, Limits, int, int]:
-        """What the kernel needs to look for a node."""
+        """Return the kernel's arguments for looking up a node."""
         pool = self._pool
         return pool.memory, pool.table, pool.limits, self._row, node + self.progress.at.first_node
 
     def advance(self, until_s: float) -> Ints:
-        """Runs all iterations that end at or before `until_s`. Returns the rows that ended, in order."""
+        """Run all iterations that end at or before `until_s`, and return the rows that ended, in order."""
         return self._pool.advance(until_s, self._row)
 
     def _to_boundary(self, at_s: float) -> None:
-        """Runs until the first boundary at or after `at_s`."""
+        """Run until the first boundary at or after `at_s`."""
         self.advance(at_s)
         if self._busy and self.now_s < at_s:
             self._pool.advance(at_s, self._row, one=True)
 
     def abort(self, samples: Ints, at_s: float) -> float:
-        """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. Returns that boundary."""
+        """Remove samples at the first boundary at or after `at_s`, keeping their tokens, and return that boundary."""
         self._to_boundary(at_s)
         busy = self._busy
         self._take_out(samples)
@@ -329,9 +336,9 @@ class SimulatedEngine:
         return max(self.now_s, at_s)
 
     def reload(self, at_s: float, load_s: float) -> float:
-        """Loads other weights from the first boundary at or after `at_s` on, for `load_s`: the samples keep their
-        tokens, and no KV is left. Returns that boundary."""
-        self._to_boundary(at_s)  # in the iteration that ends there samples may end
+        """Load other weights for `load_s` from the first boundary at or after `at_s`, and return that boundary. Samples
+        keep their tokens; all KV is lost."""
+        self._to_boundary(at_s)  # samples may finish in the iteration that ends there
         samples, self.asked = self.resident, set()
         leave_s = self.abort(samples, at_s)
         self._pool.memory.idle[self._row] = 0
@@ -339,9 +346,9 @@ class SimulatedEngine:
         return leave_s
 
     def crash(self, at_s: float) -> Ints:
-        """Ends at `at_s`: the iteration in progress is lost, and so are all tokens that its samples generated here.
+        """Crash at `at_s`: lose the iteration in progress and all tokens that its samples generated here.
 
-        Returns the samples that were lost.
+        Return the lost samples.
         """
         self.advance(at_s)
         if self._busy:

@@ -1,29 +1,28 @@
-"""Continuous batching in closed form, compiled. Only `sim.engine` calls it.
+"""Simulate continuous batching in closed form, in compiled code. Only `sim.engine` calls this module.
 
-A *boundary* is the instant between two iterations. At each one, in this order:
+A *boundary* is the instant between two iterations. At each boundary, in this order:
 
-1. Sequences that have reached their length have left.
-2. If the decoding sequences need more blocks than are free, the sequence admitted last is preempted: its blocks are
-   freed, it keeps its tokens and returns to the head of the queue, to be recomputed later. This is repeated until the
-   rest fits.
-3. Sequences are admitted from the head of the queue, while fewer than max_sequences run and there are blocks for
+1. Sequences that have reached their target length leave.
+2. While the decoding sequences need more blocks than are free, the sequence admitted last is preempted: its blocks are
+   freed, it keeps its tokens and returns to the head of the queue, to be recomputed later.
+3. Sequences are admitted from the head of the queue while fewer than max_sequences run and there are blocks for
    everything they must prefill, in addition to the blocks that decoding sequences need next. A sequence that was just
-   preempted never fits again at once, and repeating this at the same boundary changes nothing, so a run may be
+   preempted never fits again at once, and repeating this step at the same boundary changes nothing, so a run may be
    interrupted anywhere.
-4. If a sequence prefills, one iteration is run. Otherwise B sequences decode, and all iterations before the next
-   finish, the last free block, the next arrival or the end of the given time are run at once.
+4. If a sequence prefills, one iteration runs. Otherwise B sequences decode, and all iterations up to the next finish,
+   the last free block, the next arrival or the end of the given time run in one jump.
 
-Prompts and the prefixes that they share are *nodes* of a tree. The blocks of a node are held once, by all sequences
-that start with it. When the last of them goes, they are free, and can be found until other sequences have taken all
-blocks that became free before them (vLLM's order: least recently used first, and of one sequence the last block first).
-So a count of the blocks taken so far says what is left of a node, and nothing has to be kept in order.
+Prompts and the prefixes that they share are the *nodes* of a tree. All sequences that start with a node hold its blocks
+together. When the last of them leaves, the blocks are free, and stay findable until other sequences have taken all
+blocks that became free before them (vLLM's order: least recently used first, and within a sequence the last block
+first). The count of blocks taken so far therefore tells how much of a node is left, without any ordered list.
 
 Two facts make the jump exact. A decoding sequence gains one token per iteration, so its `(context - iteration) mod
-block` never changes: a histogram of it (`phase`) says how many new blocks each coming iteration needs. And the finish
-is known as an iteration number, so the heap holds integers, and no rounding can change an order.
+block` never changes: a histogram of it (`phase`) tells how many new blocks each coming iteration needs. And finishes
+are iteration numbers, so the heap holds integers, and rounding cannot change an order.
 
-All of it is one file, because the compiler's cache on disk looks at the file of a function, not at what it calls. The
-layout of `sim.kernel_state` is part of the functions' types, so that it is looked at too.
+All of it is in one file because the compiler's on-disk cache checks the file of a function, not the files it calls. The
+layout of `sim.kernel_state` is part of the functions' types, so the cache checks it too.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ from rlhfless.sim.compiled import compiled, inlined, part
 from rlhfless.sim.kernel_state import Costs, Flags, Ints, Limits, Pool, State, Table
 
 JOIN_S = 0.030
-"""Work that follows other work within this time is one call with it, as in the runtime."""
+"""Work that follows other work within this time counts as one call with it, as in the runtime."""
 
 STRIDE = 1 << 24
 """Heap keys are finish iteration * STRIDE + sample: at most 16.8 M samples, and ties go to the lower sample."""
 
 ENDED, OVER = 0, 1
-"""Places in `Pool.totals`."""
+"""Indices into `Pool.totals`."""
 
 
 @compiled
 def advance(
     pool: Pool, table: Table, costs: Costs, limits: Limits, first: int, last: int, until_s: float, one: bool
 ) -> int:
-    """Runs, in the engines [first, last), all iterations that end at or before `until_s`; with `one`, the next
-    iteration, whenever it ends. An idle engine's clock advances to its next arrival.
+    """Run all iterations that end at or before `until_s` in engines [first, last); with `one`, run the next iteration,
+    whenever it ends. An idle engine's clock advances to its next arrival.
 
-    Returns `last`, or the first engine that cannot go on: it lacks the price of a prefill, or room for a span.
+    Return `last`, or the first engine that cannot continue because it lacks a prefill price or room for a span.
     """
     stuck = last
     for row in range(first, last):
@@ -81,7 +80,7 @@ def _state(pool: Pool, row: int) -> State:
 
 @inlined
 def _run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float, one: bool) -> bool:
-    """Like `advance` for one engine. Returns whether it could go on."""
+    """Run `advance` for one engine, and return whether it could continue."""
     n = state.n
     while n.running + n.filling + n.queued > 0:
         if state.totals[OVER] == len(state.span):
@@ -116,7 +115,7 @@ def _run(state: State, table: Table, costs: Costs, limits: Limits, until_s: floa
 
 @part
 def _awake(state: State, table: Table, until_s: float) -> bool:
-    """Whether there is work until `until_s`. A sequence is in the batch, or queued."""
+    """Return whether an engine that has samples has work by `until_s`, advancing an idle engine to its next arrival."""
     n = state.n
     if n.running + n.filling > 0:
         return True
@@ -135,7 +134,6 @@ def _awake(state: State, table: Table, until_s: float) -> bool:
 
 @part
 def _count_tokens(state: State, table: Table) -> None:
-    """Updates the tokens of the decoding sequences."""
     n = state.n
     for i in range(n.running):
         sample = state.heap[i] % STRIDE
@@ -144,14 +142,14 @@ def _count_tokens(state: State, table: Table) -> None:
 
 @compiled
 def take_out(pool: Pool, table: Table, limits: Limits, row: int, chosen: Flags) -> None:
-    """Takes the chosen samples out of an engine, wherever they are, with their tokens so far. Blocks are freed, KV is
-    lost."""
+    """Remove the chosen samples from an engine, decoding, prefilling or queued. They keep their tokens and lose their
+    KV."""
     state = _state(pool, row)
     n = state.n
     size, n.running = n.running, 0
-    _sort(state.heap, size)  # the order in which their blocks become free must not depend on the heap's past
+    _sort(state.heap, size)  # the order in which their blocks become free must not depend on the heap's history
     for i in range(size):
-        key = state.heap[i]  # what stays is pushed to places before this one
+        key = state.heap[i]  # kept keys are pushed to places before this one
         if chosen[key % STRIDE]:
             _stop(state, table, limits, key)
         else:
@@ -177,10 +175,10 @@ def take_out(pool: Pool, table: Table, limits: Limits, row: int, chosen: Flags) 
 
 @part
 def _make_room(state: State, table: Table, limits: Limits) -> None:
-    """Preempts until the next decode iteration has its blocks."""
+    """Preempt sequences until the next decode iteration has its blocks."""
     n = state.n
     while state.phase[(1 - n.iteration) % limits.block_tokens] > n.free:
-        if n.filling > 0:  # prompts prefill in order of admission, so one that still does came last
+        if n.filling > 0:  # prompts prefill in order of admission, so a prefilling one was admitted last
             n.filling -= 1
             sample = state.filling[n.filling]
             context = table.sample[sample].prompt + table.tokens[sample]
@@ -226,7 +224,7 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
 
 @part
 def _own(table: Table, limits: Limits, node: int) -> int:
-    """Blocks of a node without its parent's."""
+    """Return the blocks of a node, without its parent's."""
     own: int = table.depth[node] // limits.block_tokens
     parent = table.parent[node]
     return own - table.depth[parent] // limits.block_tokens if parent >= 0 else own
@@ -234,7 +232,7 @@ def _own(table: Table, limits: Limits, node: int) -> int:
 
 @part
 def _held(state: State, table: Table, limits: Limits, node: int) -> int:
-    """Blocks of a node and all above it that sequences hold."""
+    """Return how many blocks of a node and its ancestors are held by sequences."""
     while node >= 0 and state.residents[node] == 0:
         node = table.parent[node]
     held: int = table.depth[node] // limits.block_tokens if node >= 0 else 0
@@ -243,7 +241,7 @@ def _held(state: State, table: Table, limits: Limits, node: int) -> int:
 
 @part
 def _findable(state: State, node: int) -> int:
-    """Blocks of an idle node that can still be found."""
+    """Return how many blocks of an idle node can still be found in the cache."""
     gone = max(state.n.taken - state.evicts[node], 0)
     left: int = max(state.idle[node] - gone, 0)
     return left
@@ -251,8 +249,7 @@ def _findable(state: State, node: int) -> int:
 
 @part
 def _hold(state: State, table: Table, limits: Limits, leaf: int, blocks: int) -> int:
-    """A sequence takes `blocks` more blocks, and holds the nodes from `leaf` upwards. Returns its blocks that were in
-    the cache."""
+    """Take `blocks` more blocks for a sequence and hold the nodes from `leaf` upwards; return how many were cached."""
     n, node, matched, revived = state.n, leaf, 0, 0
     while node >= 0:
         own = _own(table, limits, node)
@@ -263,7 +260,7 @@ def _hold(state: State, table: Table, limits: Limits, leaf: int, blocks: int) ->
         node = table.parent[node]
     cached: int = matched
     node = leaf
-    while node >= 0:  # found blocks are counted from the first on
+    while node >= 0:  # found blocks are counted from the first block of the sequence
         if state.residents[node] == 0:
             own = _own(table, limits, node)
             before = table.depth[table.parent[node]] // limits.block_tokens if table.parent[node] >= 0 else 0
@@ -282,8 +279,7 @@ def _hold(state: State, table: Table, limits: Limits, leaf: int, blocks: int) ->
 
 @part
 def _revive(state: State, node: int, blocks: int) -> None:
-    """Blocks of a node are taken out of the free ones; all that became free after them are given away that much
-    earlier."""
+    """Take found blocks of a node out of the free list, so blocks freed after them are evicted that much earlier."""
     for other in range(len(state.idle)):
         if state.idle[other] > 0 and state.evicts[other] > state.evicts[node]:
             state.evicts[other] -= blocks
@@ -291,7 +287,7 @@ def _revive(state: State, node: int, blocks: int) -> None:
 
 @compiled
 def put(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> bool:
-    """Puts the blocks of an idle node into the cache, which has its parent's. Returns whether they fit."""
+    """Put the blocks of an idle node into a cache that already has its parent's, and return whether they fit."""
     state = _state(pool, row)
     n, own = state.n, _own(table, limits, node)
     if own > n.free:
@@ -306,7 +302,7 @@ def put(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> bool:
 
 @compiled
 def lacks(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> int:
-    """Blocks of a node, without its parent's, that an engine's cache lacks."""
+    """Return how many blocks of a node, without its parent's, an engine's cache lacks."""
     state = _state(pool, row)
     if state.residents[node] > 0:
         return 0
@@ -316,7 +312,7 @@ def lacks(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> int:
 
 @part
 def _filling_s(state: State, costs: Costs, limits: Limits) -> float:
-    """Seconds of the next iteration, in which a sequence prefills; negative if a price is missing."""
+    """Return the seconds of the next iteration, in which a sequence prefills; negative if a price is missing."""
     n = state.n
     budget = limits.chunk_tokens - n.running
     spent_s = 0.0
@@ -339,7 +335,7 @@ def _filling_s(state: State, costs: Costs, limits: Limits) -> float:
 
 @compiled
 def find_price(price_key: Ints, tokens: int, context: int) -> int:
-    """The index at which the price of prefilling `tokens` after `context` is, or is to be put."""
+    """Return the index at which the price of prefilling `tokens` after `context` is, or is to be stored."""
     mask = len(price_key) - 1
     key = price_key_of(tokens, context)
     place = (key ^ key >> 31) * 40503 & mask
@@ -350,13 +346,13 @@ def find_price(price_key: Ints, tokens: int, context: int) -> int:
 
 @compiled
 def price_key_of(tokens: int, context: int) -> int:
-    """The key of that price in `Costs.price_key`."""
+    """Return the key of a prefill price in `Costs.price_key`."""
     return tokens << 31 | context
 
 
 @part
 def _fill(state: State, table: Table, limits: Limits) -> None:
-    """One iteration in which a sequence prefills."""
+    """Run one iteration in which a sequence prefills."""
     n = state.n
     budget = limits.chunk_tokens - n.running
     if limits.chunk_tokens > 0 and n.running > 0:
@@ -386,7 +382,7 @@ def _fill(state: State, table: Table, limits: Limits) -> None:
 
 @part
 def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: float) -> int:
-    """How many decode iterations pass until something else happens; 0 if the first ends after `until_s`."""
+    """Return how many decode iterations pass until something else happens; 0 if the first ends after `until_s`."""
     n = state.n
     most = _iterations_with_blocks(state, limits, state.heap[0] // STRIDE - n.iteration)
     if n.queued > 0 and n.running < limits.max_sequences:
@@ -401,7 +397,7 @@ def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: flo
 
 @part
 def _iterations_with_blocks(state: State, limits: Limits, most: int) -> int:
-    """The largest number of iterations, up to `most`, that the free blocks suffice for."""
+    """Return the largest number of iterations, up to `most`, for which the free blocks suffice."""
     n, block = state.n, limits.block_tokens
     if n.running * (most // block + 1) <= n.free:
         return most
@@ -420,7 +416,7 @@ def _iterations_with_blocks(state: State, limits: Limits, most: int) -> int:
 
 @part
 def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> int:
-    """The largest number of decode iterations, up to `most`, that end at or before `until_s`."""
+    """Return the largest number of decode iterations, up to `most`, that end at or before `until_s`."""
     n, now_s = state.n, state.n.now_s
     if now_s + _decode_s(state, costs, most) <= until_s:
         return most
@@ -439,7 +435,7 @@ def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> 
 
 @part
 def _decode_s(state: State, costs: Costs, iterations: int) -> float:
-    """`rlhfless.scaling.engine_model.decode_s`, compiled."""
+    """Return the seconds of the next `iterations`; the compiled form of `rlhfless.scaling.engine_model.decode_s`."""
     n = state.n
     way = _way(state, costs)
     grown = iterations * n.context + n.running * iterations * (iterations - 1) / 2
@@ -449,7 +445,7 @@ def _decode_s(state: State, costs: Costs, iterations: int) -> float:
 
 @part
 def _way(state: State, costs: Costs) -> int:
-    """The way in which the next decode iteration takes the fewest seconds; it stands until something else happens."""
+    """Return the fastest way to run the next decode iteration; it stays the fastest until something else happens."""
     n, best = state.n, 0
     fewest_s = costs.iteration_s[0, n.running] + costs.context_s[0] * n.context
     for way in range(1, len(costs.context_s)):
@@ -461,7 +457,6 @@ def _way(state: State, costs: Costs) -> int:
 
 @part
 def _decode(state: State, limits: Limits, iterations: int) -> None:
-    """Runs `iterations` decode iterations of all decoding sequences."""
     n, block = state.n, limits.block_tokens
     before = n.free
     n.free -= iterations // block * n.running
@@ -487,7 +482,7 @@ def _finish(state: State, table: Table, limits: Limits) -> None:
 
 @part
 def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
-    """The sample decodes from the next iteration on."""
+    """Start to decode a sample in the next iteration."""
     n = state.n
     context = table.sample[sample].prompt + table.tokens[sample]
     n.context += context
@@ -497,7 +492,7 @@ def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
 
 @part
 def _leave(state: State, table: Table, limits: Limits, key: int) -> None:
-    """The sample no longer decodes; its tokens are updated."""
+    """Stop decoding a sample, and update its tokens."""
     n, sample = state.n, key % STRIDE
     table.tokens[sample] = table.sample[sample].target - (key // STRIDE - n.iteration)
     context = table.sample[sample].prompt + table.tokens[sample]
@@ -507,7 +502,7 @@ def _leave(state: State, table: Table, limits: Limits, key: int) -> None:
 
 @part
 def _stop(state: State, table: Table, limits: Limits, key: int) -> None:
-    """The sample no longer decodes, and has not ended."""
+    """Stop an unfinished sample, and release its blocks."""
     sample = key % STRIDE
     _leave(state, table, limits, key)
     context = table.sample[sample].prompt + table.tokens[sample] - 1
@@ -533,8 +528,8 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
 
 @part
 def _release(state: State, table: Table, limits: Limits, sample: int, held_tokens: int, computed_tokens: int) -> None:
-    """Frees the blocks of a sequence, and of the nodes that no other holds. What had been computed of these can be
-    found for a while."""
+    """Free the blocks of a sequence, and of the nodes that no other sequence holds. Computed blocks of these nodes stay
+    findable until they are evicted."""
     n, node = state.n, table.sample[sample].group
     n.free += -(-held_tokens // limits.block_tokens) - table.depth[node] // limits.block_tokens
     while node >= 0:
@@ -550,7 +545,7 @@ def _release(state: State, table: Table, limits: Limits, sample: int, held_token
 
 @part
 def _sort(values: Ints, size: int) -> None:
-    """Sorts the first `size` values, by insertion: a heap is nearly in order."""
+    """Sort the first `size` values by insertion: a heap is nearly in order."""
     for i in range(1, size):
         value, place = values[i], i
         while place > 0 and values[place - 1] > value:
