@@ -1,19 +1,20 @@
-"""Grants devices to runs. Pure: requests in, grants out, the clock handed in.
+"""Grants devices to runs. Pure functions: requests and the current time in, grants out.
 
-A run asks for a *minimum*, without which it cannot work, a *maximum* that it could use, and a *unit*: the devices of
-one generation actor, in which it grows and shrinks. A *grant* is the number of devices that the run may
-hold. A lowered grant takes effect at the end of the run's step, so devices that the run still holds count until it
-reports them free. The sum of granted or held devices is thus never above their number.
+A run asks for a *minimum* that it needs to work, a *maximum* that it could use, and a *unit*: the devices of one
+generation actor, by which it grows and shrinks. A *grant* is the number of devices that the run may hold. A lowered
+grant takes effect at the end of the run's step, so devices that the run still holds count until it reports them free.
+The sum of granted or held devices therefore never exceeds their number.
 
-Waiting runs have an order: priority, which grows while a run waits (so nothing starves); among equals the owner that
-holds the least; then the time of asking. The first run in that order for which there are enough devices of its kind at
-all is served before any run behind it: smaller runs cannot overtake it for ever. For it, runs give back the devices
-above their minimum, the last in order first; and if these are too few, runs of a lower priority give way as a whole.
-Runs that share devices (`tenants` above 1) may get the same ones in turns (rlhfless.scaling.turn_scheduler):
-each of them may have the devices that other runs leave, as long as no device has more runs than any run on it allows.
-Together they may use as many devices as were granted to them in all, so a run that does not share waits for the rest.
+Waiting runs are ordered by priority, which grows while a run waits (so no run starves); then by owner, least holdings
+first; then by request time. The first run in this order whose minimum does not exceed the total number of devices of
+its kind is served before any run behind it, so smaller runs cannot overtake it forever. Other runs give back devices
+above their minimum, the last in order first. If these are too few, runs of lower priority yield all their devices.
 
-Devices that no run waits for go to the runs that can use more, evenly.
+Runs that share devices (`tenants` above 1) may get the same devices in turns (rlhfless.scaling.turn_scheduler). Each
+may have the devices that non-sharing runs leave, as long as no device has more runs than any run on it allows. Together
+they may use as many devices as were granted to them in total, so a run that does not share waits for the rest.
+
+Devices that no run waits for go evenly to the runs that can use more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rlhfless.scaling.turn_scheduler import aged_priority
 
 @dataclass(frozen=True, slots=True)
 class DevicesRequest:
-    """The devices that a run asks for, has been granted, and holds."""
+    """The devices that a run requests, has been granted, and holds."""
 
     owner: str
     priority: int
@@ -40,7 +41,7 @@ class DevicesRequest:
     held: int
     asked_at: float
     tenants: int = 1
-    """Most runs on its devices, this run included."""
+    """Maximum number of runs on its devices, including this run."""
 
     @property
     def shares(self) -> bool:
@@ -48,7 +49,7 @@ class DevicesRequest:
 
     @property
     def taken(self) -> int:
-        """Devices that other runs cannot have now."""
+        """Number of devices that other runs cannot have now."""
         return max(self.granted, self.held)
 
     @property
@@ -57,23 +58,23 @@ class DevicesRequest:
 
     @property
     def spare(self) -> int:
-        """Devices that the run can return and still work."""
+        """Number of devices that the run can return and still work."""
         return max(self.granted - self.minimum, 0) // self.unit * self.unit
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
     granted: Mapping[str, int]
-    """By run: the grants that change."""
+    """Changed grants by run id."""
     yields: tuple[str, ...]
-    """Runs that give way at the end of their step."""
+    """Runs that yield at the end of their step."""
     reasons: Mapping[str, str]
-    """By run: why it waits."""
+    """Why each run waits, by run id."""
 
 
 @dataclass
 class _Kind:
-    """The devices of one kind, while grants are decided."""
+    """The devices of one kind during a decision."""
 
     count: int
     requests: list[DevicesRequest]
@@ -86,20 +87,20 @@ class _Kind:
 
     @property
     def free(self) -> int:
-        """Devices that are neither granted nor held."""
+        """Number of devices that are neither granted nor held."""
         alone, together = self._taken(held=True)
         return self.count - alone - min(together, max(self.count - alone, 0))
 
     def available(self, request: DevicesRequest) -> int:
-        """Return the devices that a waiting run can be granted now."""
+        """Return the number of devices that a waiting run can be granted now."""
         return self._left_for(request, *self._taken(held=True))
 
     def to_come(self, request: DevicesRequest) -> int:
-        """Return the devices that the run can be granted once all devices that are asked back are free."""
+        """Return the number of devices that the run can be granted once all recalled devices are free."""
         return self._left_for(request, *self._taken(held=False))
 
     def _taken(self, *, held: bool) -> tuple[int, int]:
-        """Count devices of runs that do not share, and of runs that do."""
+        """Return the device counts of runs that do not share, and of runs that share."""
         of = {request.run_id: max(self.of(request), request.held) if held else self.of(request)
               for request in self.requests if held or request.run_id not in self.yields}  # fmt: skip
         alone = sum(of.get(request.run_id, 0) for request in self.requests if not request.shares)
@@ -133,7 +134,7 @@ def decide(requests: Iterable[DevicesRequest], present: Mapping[str, int], now_s
 
 
 def _serve(kind: _Kind, now_s: float) -> list[DevicesRequest]:
-    """Grant minimums in order; return the runs that still wait."""
+    """Grant minimums in order, and return the runs that still wait."""
     waiting = _in_order([request for request in kind.requests if request.waits], kind, now_s)
     left: list[DevicesRequest] = []
     blocked = False
@@ -162,7 +163,7 @@ def _in_order(waiting: Sequence[DevicesRequest], kind: _Kind, now_s: float) -> l
 
 
 def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
-    """Lower grants until there will be enough for a run at the end of the current steps."""
+    """Lower grants until a run's minimum will be free at the end of the current steps."""
     holders = [request for request in kind.requests if not request.waits]
     last_first = sorted(holders, key=lambda r: (r.priority, -r.asked_at, r.run_id))
     for request in last_first:
@@ -177,8 +178,8 @@ def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
 
 
 def _share_out(kind: _Kind) -> None:
-    """Grant devices that no run waits for to the runs that can use more, the run with the least above its minimum
-    first. Without free devices, the run with the most returns some."""
+    """Grant unclaimed devices to the runs that can use more, starting with the run least above its minimum. Without
+    free devices, the run with the most returns some."""
     growing = [r for r in kind.requests if kind.of(r) and r.maximum > kind.of(r) and r.run_id not in kind.yields]
     while growing:
         request = min(growing, key=lambda r: (kind.of(r) - r.minimum, -r.priority, r.asked_at, r.run_id))
@@ -190,8 +191,8 @@ def _share_out(kind: _Kind) -> None:
 
 
 def _even_out(kind: _Kind, poor: DevicesRequest) -> None:
-    """Ask the run with the most devices above its minimum for a unit, if it has two units more than a run that could
-    use more. The unit is granted when it is free."""
+    """Recall a unit from the run furthest above its minimum, if it is at least two units ahead of a run that can use
+    more. The unit is granted once it is free."""
     if kind.of(poor) + poor.unit > poor.maximum or kind.to_come(poor) - kind.of(poor) * poor.shares >= poor.unit:
         return
     rich = max(kind.requests, key=lambda r: (kind.of(r) - r.minimum, r.run_id))

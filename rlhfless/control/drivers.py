@@ -1,8 +1,8 @@
-"""Starts, watches and ends the drivers of runs: processes of this machine, or jobs of a Ray cluster elsewhere.
+"""Starts, monitors and stops the drivers of runs: local processes, or jobs of a remote Ray cluster.
 
-Both outlive the service; a later service finds them by their handles. Jobs are started through the head's job
-interface (https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html); the runs' folder is at
-the same path on both sides.
+Both outlive the service; a later service finds them by their handles. Jobs are started through the head's job API
+(https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html). The runs' folder must have the
+same path on both sides.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rlhfless.util.folders import replace_text
 
 ORDER_FILE = "driver.json"
 LOG_FILE = "driver.log"
-"""The output of the driver's process; the run has its own log beside it."""
+"""The output of the driver's process; the run's own log is in the same folder."""
 
 LOG_START = "log_start"
-"""Key of a handle: the size of the log when the driver began to write."""
+"""Handle key: size of the log when the driver started to write."""
 
 Handle = dict[str, Any]
-"""What identifies a driver, also for a later service: kept in the database."""
+"""Identifies a driver, also to a later service. Stored in the database."""
 
 
 class Drivers(Protocol):
@@ -49,23 +49,23 @@ class Drivers(Protocol):
         """Return whether a driver may still be running."""
 
     def ended_by(self, handle: Handle) -> str:
-        """Return why a driver ended, in words."""
+        """Return why a driver ended, as text."""
 
     def hindrance(self, handle: Handle) -> str:
-        """Return why no other driver of the run could start either, in words; empty if one could."""
+        """Return why no other driver of the run could start either; empty if one could."""
 
     def stop(self, handle: Handle) -> None:
-        """Ask a driver to stop in order."""
+        """Ask a driver to stop cleanly."""
 
     def kill(self, handle: Handle) -> None:
-        """End a driver at once."""
+        """Kill a driver."""
 
 
 class LocalDrivers(Drivers):
     """Drivers as processes, each in its own session. They outlive the service."""
 
     def __init__(self, module: str = "rlhfless.control.driver") -> None:
-        """`module`: what each process runs, with the run's folder as argument."""
+        """`module`: run by each process, with the run's folder as argument."""
         self._module = module
         self._started: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -92,7 +92,7 @@ class LocalDrivers(Drivers):
         return _process(handle) is not None
 
     def ended_by(self, handle: Handle) -> str:
-        """The exit code is known only to the service that started the driver."""
+        """Return why a driver ended. Only the service that started the driver knows its exit code."""
         process = self._started.get(handle["pid"])
         code = None if process is None else process.poll()
         if code is None:
@@ -112,7 +112,7 @@ class LocalDrivers(Drivers):
 
 
 def _process(handle: Handle) -> psutil.Process | None:
-    """Return the driver's process; None if it has ended, even if another process has its id now."""
+    """Return the driver's process; None if it has ended, even if its id was reused."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(handle["pid"])
         if abs(process.create_time() - handle["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE:
@@ -127,12 +127,12 @@ def _signal(handle: Handle, number: signal.Signals) -> None:
 
 
 def write_order(folder: Path, order: DriverOrder) -> None:
-    """Write the order of a driver. It has a secret, so only its user can read it."""
+    """Write a driver's order. The file contains a secret, so only its user can read it."""
     replace_text(folder / ORDER_FILE, order.model_dump_json())
 
 
 def read_order(folder: Path) -> DriverOrder:
-    """Read the order of a driver. Raises OtherProtocol."""
+    """Read a driver's order. Raises OtherProtocol."""
     order = json.loads((folder / ORDER_FILE).read_text("utf-8"))
     if (protocol := order["protocol"]) != PROTOCOL:
         raise OtherProtocol(order["attempt"], protocol)
@@ -142,17 +142,17 @@ def read_order(folder: Path) -> DriverOrder:
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-"""Longest wait for the head's answer. Submitting a job starts an actor on the head, which takes about a second."""
+"""Maximum wait for the head's answer. Submitting a job starts an actor on the head, which takes about a second."""
 
 STOP_WAIT_S = 60
-"""Seconds until a job that was asked to stop is killed: `timeouts.stop_s` is 25 s, and the driver delivers its outbox.
-Ray's own default is 3 s."""
+"""Seconds between the request to stop a job and its kill: `timeouts.stop_s` is 25 s, and the driver must also deliver
+its outbox. Ray's default is 3 s."""
 
 PYTHON = "python"
-"""The cluster's Python, which need not be at the path of the service's."""
+"""Command of the cluster's Python, whose path may differ from the service's."""
 
 NOT_SHARED = 66
-"""Exit code of a driver's job that does not find its order in the run's folder, or cannot write there."""
+"""Exit code of a driver's job that cannot read its order in the run's folder, or cannot write there."""
 
 JOB_ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
@@ -165,14 +165,14 @@ class Job:
 
 
 class RayJobs:
-    """The job interface of a cluster's head. Methods block for at most TIMEOUT_S, and raise httpx.HTTPError."""
+    """Client of the job API of a cluster's head. Methods block for at most TIMEOUT_S and raise httpx.HTTPError."""
 
     def __init__(self, address: str, transport: httpx.BaseTransport | None = None) -> None:
-        """`address`: such as http://head:8265."""
+        """`address`: for example http://head:8265."""
         self._client = httpx.Client(base_url=address, timeout=TIMEOUT_S, transport=transport)
 
     def submit(self, job: str, command: str, environment: Mapping[str, str]) -> None:
-        """Start a job under a name, unless there is a job of that name."""
+        """Start a job under a name, unless a job of that name exists."""
         variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **environment}
         body = {"submission_id": job, "entrypoint": command, "runtime_env": {"env_vars": variables}}
         answer = self._ask("POST", "/api/jobs/", json=body)
@@ -180,7 +180,7 @@ class RayJobs:
             raise httpx.HTTPStatusError(answer.text.strip()[-1000:], request=answer.request, response=answer)
 
     def find(self, job: str) -> Job | None:
-        """Return a job by name; None if the head does not know it. A new head knows no jobs of its predecessor."""
+        """Return a job by name; None if the head does not know it. A new head does not know its predecessor's jobs."""
         answer = self._ask("GET", f"/api/jobs/{job}")
         if answer.status_code == 404:
             return None
@@ -189,7 +189,7 @@ class RayJobs:
         return Job(status["status"], status.get("message") or "", status.get("driver_exit_code"))
 
     def stop(self, job: str) -> None:
-        """End a job with SIGTERM, and after STOP_WAIT_S with SIGKILL. Ended and unknown jobs are ignored."""
+        """Stop a job with SIGTERM, followed by SIGKILL after STOP_WAIT_S. Ended and unknown jobs are ignored."""
         answer = self._ask("POST", f"/api/jobs/{job}/stop")
         if answer.status_code != 404:
             answer.raise_for_status()
@@ -215,12 +215,12 @@ class JobDrivers(Drivers):
     """Drivers as jobs of a cluster."""
 
     def __init__(self, jobs: RayJobs, module: str = "rlhfless.control.driver") -> None:
-        """`module`: what each job runs, with the run's folder as argument."""
+        """`module`: run by each job, with the run's folder as argument."""
         self._jobs = jobs
         self._module = module
 
     def start(self, folder: Path, order: DriverOrder) -> Handle:
-        """Submit a job. Raises OSError if the head does not answer, or refuses the job."""
+        """Submit a job. Raises OSError if the head does not answer or refuses the job."""
         write_order(folder, order)
         job, log_file = f"{order.run_id}-{order.attempt}", folder / LOG_FILE
         log_start = log_file.stat().st_size if log_file.exists() else 0
@@ -234,7 +234,7 @@ class JobDrivers(Drivers):
         return {"job": job, "folder": str(folder), LOG_START: log_start}
 
     def alive(self, handle: Handle) -> bool:
-        """A job counts as alive while the head does not answer."""
+        """Return whether a job may still be running. A job counts as alive while the head does not answer."""
         try:
             job = self._jobs.find(handle["job"])
         except httpx.HTTPError as error:
@@ -265,5 +265,5 @@ class JobDrivers(Drivers):
             self._jobs.stop(handle["job"])
 
     def kill(self, handle: Handle) -> None:
-        """Ask the job to stop. Ray kills it after STOP_WAIT_S, and cannot do so at once."""
+        """Ask the job to stop. Ray cannot kill it at once; it does so after STOP_WAIT_S."""
         self.stop(handle)

@@ -1,4 +1,4 @@
-"""Writes the items that drivers deliver into the database, each item once, in the order of its numbers."""
+"""Writes the items that drivers deliver into the database: each item once, in order of their numbers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,24 @@ from rlhfless.control.lifecycle import DRIVEN, FOLLOWING, DesiredState, Status
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Drivers of a run that may end in a row without a step between them, by no fault of the run."""
+"""Maximum number of consecutive drivers of a run that end without completing a step and through no fault of the run."""
 
 KEPT_ROLLOUT_STEPS = 100
-"""The newest steps whose samples can be read. The samples are for people; the trace has the figures of all samples."""
+"""Number of newest steps whose samples can be read. Samples are for people; the trace has the metrics of all
+samples."""
 
 KEPT_EVALUATIONS = 50
-"""The newest evaluations whose samples can be read, beside the one before the first step."""
+"""Number of newest evaluations whose samples can be read, in addition to the one before the first step."""
 
 HELD_OUT_PLACE = 10_000
-"""RolloutRow.place of the first sample of an evaluation; below are samples of the training step."""
+"""RolloutRow.place of an evaluation's first sample. Lower places are samples of the training step."""
 
 
 def apply(session: Session, run: RunRow, push: Push) -> int:
-    """Apply a push; return the number of the last item that the database has. Raises ApiError (409) for a driver that
-    was replaced, and for a gap before the items."""
+    """Apply a push, and return the number of the last stored item.
+
+    Raises ApiError (409) for a replaced driver, and for a gap before the items.
+    """
     if push.attempt != run.attempt:
         message = f"attempt {push.attempt} of {run.id} has been replaced by attempt {run.attempt}; this driver must end"
         raise ApiError(409, "stale_attempt", message)
@@ -52,20 +55,21 @@ def apply(session: Session, run: RunRow, push: Push) -> int:
 
 
 def refuse_protocol(session: Session, run: RunRow, protocol: int) -> ApiError:
-    """Pause a run whose driver speaks another protocol, until it has a driver of the service's protocol."""
+    """Pause a run whose driver uses another protocol, until it has a driver with the service's protocol."""
     message = refusal(protocol, PROTOCOL)
     _put_to_rest(session, run, Status.PAUSED, "other_protocol", message)
     return ApiError(409, "other_protocol", message)
 
 
 def refuse_folder(session: Session, run: RunRow, message: str) -> ApiError:
-    """Stop a run whose driver does not see the run's folder: no other driver would. Its results are kept."""
+    """Stop a run whose driver cannot access the run's folder, because any other driver would fail too. Results are
+    kept."""
     _put_to_rest(session, run, _at_rest(run), "not_shared", message)
     return ApiError(409, "not_shared", message)
 
 
 def stop_out_of_memory(session: Session, run: RunRow) -> None:
-    """Stop a run whose driver ran out of memory: the next driver would, too. Its results are kept."""
+    """Stop a run whose driver ran out of memory, because the next driver would too. Results are kept."""
     message = "out of memory: the run's driver needed more than it may have. Ask for fewer samples, or for smaller data"
     _put_to_rest(session, run, _at_rest(run), OUT_OF_MEMORY, message)
 
@@ -81,7 +85,7 @@ def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, messa
 
 
 def apply_items(session: Session, run: RunRow, items: list[Item]) -> None:
-    """Apply the items that the database does not have yet. Raises ApiError (409) if items before them are missing."""
+    """Apply the items that are not stored yet. Raises ApiError (409) if items before them are missing."""
     for item in items:
         if item.seq <= run.pushed:
             continue
@@ -98,7 +102,7 @@ def apply_items(session: Session, run: RunRow, items: list[Item]) -> None:
 
 def _update_state(session: Session, run: RunRow, now: DriverState) -> None:
     if Status(run.status) not in DRIVEN:
-        return  # the driver has just said that the run has ended
+        return  # the driver has just reported that the run has ended
     if run.status_reason != now.reason and now.reason and run.status != Status.CANCELLING:
         run.status_reason = now.reason
         store.touch(session, run)
@@ -111,7 +115,7 @@ def _update_state(session: Session, run: RunRow, now: DriverState) -> None:
 def _update_lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> None:
     row = session.get(LeaseRow, run.id)
     if wanted is None:
-        return  # the driver does not know yet; the grant of an earlier driver stays
+        return  # the driver does not know yet; keep the grant of an earlier driver
     if row is None:
         row = LeaseRow(run_id=run.id, granted=0, asked_at=time.time())
         session.add(row)
@@ -138,8 +142,8 @@ def _on_message(session: Session, run: RunRow, item: Item) -> None:
 
 def _on_metrics(session: Session, run: RunRow, item: Item) -> None:
     step, kind, values = item.data["step"], item.data["kind"], item.data["values"]
-    # If a driver is killed after it has reported a step, and before the step's end is in the trace, the next driver
-    # does the step again, with the same samples.
+    # If a driver is killed after it reports a step and before it traces the step's end, the next driver repeats the
+    # step with the same samples.
     again = session.get(MetricsRow, (run.id, step, kind)) is not None
     session.merge(MetricsRow(run_id=run.id, step=step, kind=kind, at=item.at, values=values))
     run.latest = run.latest | values
@@ -157,13 +161,13 @@ def _on_metrics(session: Session, run: RunRow, item: Item) -> None:
 
 
 def _on_resumed(_: Session, run: RunRow, item: Item) -> None:
-    """Return to the step of the checkpoint: later steps are repeated."""
+    """Reset the run's step to that of the checkpoint; later steps are repeated."""
     if item.attempt == run.attempt:
         run.step = item.data["step"]
 
 
 def _on_usage(session: Session, run: RunRow, item: Item) -> None:
-    """Replace the run's usage: each item has the whole usage so far."""
+    """Replace the run's usage. Each item contains the complete usage so far."""
     session.execute(delete(UsageRow).where(UsageRow.run_id == run.id))
     known = UsageRow.__table__.columns.keys()
     rows = [
@@ -181,9 +185,9 @@ def _on_resolved(_: Session, run: RunRow, item: Item) -> None:
 
 
 def _on_checkpoints(session: Session, run: RunRow, item: Item) -> None:
-    """Replace the list of checkpoints with the item's, which is complete. New checkpoints become events."""
+    """Replace the list of checkpoints with the item's complete list. New checkpoints become events."""
     known, listed = {entry["id"]: entry for entry in run.checkpoints}, item.data["checkpoints"]
-    # The list has the checkpoints of earlier drivers, too, which keep the time that the database has.
+    # The list includes checkpoints of earlier drivers; keep the creation times that are already stored.
     run.checkpoints = [entry | {"created_at": known.get(entry["id"], entry)["created_at"]} for entry in listed]
     for entry in listed:
         if entry["id"] not in known:
@@ -205,7 +209,7 @@ def _on_held_out_rollouts(session: Session, run: RunRow, item: Item) -> None:
 
 
 def _keep_samples(session: Session, run: RunRow, item: Item, first: int) -> None:
-    """Replace the samples of a step or an evaluation: a driver that repeats the step reports them again."""
+    """Replace the samples of a step or an evaluation. A driver that repeats a step reports its samples again."""
     step, samples = item.data["step"], item.data["samples"]
     part = RolloutRow.place >= HELD_OUT_PLACE if first else RolloutRow.place < HELD_OUT_PLACE
     session.execute(delete(RolloutRow).where(RolloutRow.run_id == run.id, RolloutRow.step == step, part))
@@ -221,8 +225,7 @@ def _on_ended(session: Session, run: RunRow, item: Item) -> None:
 
 
 def end(session: Session, run: RunRow, ending: DriverExit) -> None:
-    """End the attempt of a driver: the run gets the status that its user has requested, or waits for its next
-    driver."""
+    """End a driver's attempt: set the status that the user requested, or queue the run for its next driver."""
     status, reason = ending.status, ending.reason
     if ending.retry:
         run.deaths += 1
@@ -239,7 +242,7 @@ def end(session: Session, run: RunRow, ending: DriverExit) -> None:
     if status in FOLLOWING[Status(run.status)]:
         run.driver = None
         store.set_status(session, run, status, reason)
-        # A run that waits, or that its user has stopped, has no error, whatever the driver died of.
+        # A run that is queued or was stopped by its user has no error, whatever ended its driver.
         reported = status is Status.FAILED or (status is ending.status and status is not Status.QUEUED)
         run.error = ending.error if reported else None
 

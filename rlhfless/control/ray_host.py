@@ -1,7 +1,7 @@
-"""The process that hosts the service's Ray: it starts a private cluster, or joins one, and reports its devices.
+"""The process that hosts the service's Ray: starts a private cluster or joins one, and reports its devices.
 
-The host is a process of its own, which outlives the service: what runs on Ray goes on while the service is away. It
-reports every second, into a file of the data folder, or, as a job of a cluster (RayJobHostSupervisor), to the service.
+The host outlives the service, so work on Ray continues while the service is down. It reports every second, either to a
+file in the data folder or, as a job of a cluster (RayJobHostSupervisor), to the service.
 
     python -m rlhfless.control.ray_host DATA_FOLDER [RAY_ADDRESS]
     python -m rlhfless.control.ray_host --tell SERVICE_URL
@@ -42,43 +42,45 @@ log = logging.getLogger(__name__)
 RAY_FILE = "ray.json"
 LOG_FILE = "ray-host.log"
 FAULT_FILE = "ray-host.fault"
-"""Why the last host could not start or join Ray; there until one can."""
+"""File with the reason why the last host could not start or join Ray. Removed once a host succeeds."""
 
 REPORT_S = 1.0
-"""How often a host reports what its Ray has."""
+"""Time between a host's reports of the devices of its Ray."""
 
 HOST_TOKEN = "RLHFLESS_HOST_TOKEN"
-"""The environment variable with the host's secret, which the service checks."""
+"""Environment variable with the host's secret, which the service checks."""
 
 REPORT_TIMEOUT_S = 5.0
-"""Longest wait for the service to take a report."""
+"""Maximum wait for the service to accept a report."""
 
 LOCK_FILE = "ray-host.lock"
-"""Locked by the host, so that a data folder has one host."""
+"""Locked by the host, so that a data folder has at most one host."""
 
 RESTART_S = 10.0
-"""Time between two starts of a host that ends at once, because Ray cannot start or be joined."""
+"""Minimum time between two starts of a host that exits at once because Ray cannot be started or joined."""
 
 STALE_S = 15.0
-"""A report that is older comes from a host that hangs or has died: hosts report every second, and reading the nodes of
-a large cluster takes less than ten."""
+"""Age after which a report counts as coming from a dead or hung host. Hosts report every second, and reading the nodes
+of a large cluster takes less than 10 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayReport:
     address: str
     pid: int
-    """The id of the host's process."""
+    """Process id of the host."""
     at: float
     devices: dict[str, int]
-    """Devices by kind."""
+    """Device counts by kind."""
     free: dict[str, int]
     nodes: int
 
 
 def read_ray(file: Path) -> RayReport | None:
-    """Return the host's last report; None if there is no host, or it hangs. It may be of another version: it outlives
-    the service."""
+    """Return the host's last report; None without a host, or if it hangs.
+
+    The host outlives the service, so the report may come from another version.
+    """
     try:
         values = json.loads(file.read_text("utf-8"))
         ray = RayReport(**{name: values[name] for name in RayReport.__slots__ if name in values})
@@ -88,7 +90,7 @@ def read_ray(file: Path) -> RayReport | None:
 
 
 def read_fault(folder: Path) -> str:
-    """Return why the last host could not start or join Ray; empty if it could, or none has tried."""
+    """Return why the last host could not start or join Ray; empty if it succeeded or none has tried."""
     try:
         return (folder / FAULT_FILE).read_text("utf-8").strip()
     except OSError:
@@ -96,7 +98,8 @@ def read_fault(folder: Path) -> str:
 
 
 class RayHostSupervisor(PeriodicTask):
-    """Restarts the Ray host of a data folder within its block, and leaves it running at the block's end."""
+    """Restarts the Ray host of a data folder while its block is active, and leaves the host running at the block's
+    end."""
 
     def __init__(self, folder: Path, ray_address: str | None) -> None:
         super().__init__(REPORT_S)
@@ -138,11 +141,11 @@ def _host_name() -> str:
 
 
 class RayJobHostSupervisor(PeriodicTask):
-    """Restarts the Ray host in a cluster elsewhere within its block. The host reports the cluster's devices every
+    """Restarts the Ray host in a remote cluster while its block is active. The host reports the cluster's devices every
     second."""
 
     def __init__(self, jobs: RayJobs, service_url: str, token: str, reports: Callable[[], bool]) -> None:
-        """`token`: the host's secret for the service; `reports`: whether a host reports to the service."""
+        """Supervise a host. `token` is the host's secret; `reports` returns whether a host reports to the service."""
         super().__init__(REPORT_S)
         self._jobs = jobs
         self._url = service_url
@@ -176,8 +179,10 @@ class RayJobHostSupervisor(PeriodicTask):
 
 
 def stop_host(folder: Path, timeout_s: float) -> bool:
-    """Stop the host and its private Ray, and remove their files; return whether the host ended in order, or there was
-    none."""
+    """Stop the host and its private Ray, and remove their files.
+
+    Return whether the host stopped cleanly, or there was none.
+    """
     ended = _end_host(folder, timeout_s)
     if (folder / FOLDER).is_dir() and (held := lock(folder / LOCK_FILE)) is not None:
         with held:
@@ -202,12 +207,14 @@ def _end_host(folder: Path, timeout_s: float) -> bool:
 
 
 class HostReplaced(Exception):
-    """The service has another host, so this one ends."""
+    """The service has another host, so this one exits."""
 
 
 async def host(ray_address: str | None, folder: Path, send: Callable[[RayReport], Awaitable[None]]) -> None:
-    """Start or join Ray, and send reports until SIGTERM, until Ray has ended, or until `send` raises. `folder`: files
-    of a private Ray."""
+    """Start or join Ray, and send reports until SIGTERM, until Ray ends, or until `send` raises.
+
+    `folder` holds the files of a private Ray.
+    """
     from rlhfless.fleet.cluster import Cluster
     from rlhfless.scaling.prices import load_price_book
     from rlhfless.spec import PlacementSpec
@@ -255,7 +262,7 @@ async def report_to_file(folder: Path, ray_address: str | None) -> None:
 
 
 async def report_to_service(service_url: str, token: str) -> None:
-    """Report the cluster that this process is a job of."""
+    """Report the cluster in which this process runs as a job."""
     client = httpx.AsyncClient(
         base_url=service_url, timeout=REPORT_TIMEOUT_S, headers={"Authorization": f"Bearer {token}"}
     )

@@ -1,4 +1,4 @@
-"""Reads and writes of the tables. Each function is a part of its caller's transaction."""
+"""Reads and writes of the tables. Each function runs within its caller's transaction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], b
 
 
 def touch(session: Session, run: RunRow, *events: EventRow) -> None:
-    """Mark a run as changed: after the commit its watchers get it, with these events."""
+    """Mark a run as changed, so that its watchers get the run and these events after the commit."""
     session.info.setdefault(CHANGED, {}).setdefault(run.id, []).extend(events)
 
 
@@ -64,8 +64,10 @@ def add_event(
 
 
 def set_status(session: Session, run: RunRow, status: Status, reason: str, error: Any = None) -> None:
-    """Set a run's status, with an event if it changes. A run whose driver has died keeps its lease: the next driver
-    uses the same devices."""
+    """Set a run's status, with an event if it changes.
+
+    A run whose driver has died keeps its lease: the next driver uses the same devices.
+    """
     now = time.time()
     before, run.status_reason = run.status, reason
     if error is not None:
@@ -115,20 +117,20 @@ def measured_cost(session: Session, run_id: str) -> MeasuredCost | None:
 
 @dataclass(frozen=True, slots=True)
 class SampleFilter:
-    """Which samples of a run to return. None filters nothing."""
+    """Selects samples of a run. A field that is None filters nothing."""
 
     step: int | None = None
     before_step: int | None = None
-    """Only earlier steps."""
+    """Only samples of earlier steps."""
     data_set: str | None = None
-    """`train`, `held_out`, or the name of a set."""
+    """`train`, `held_out`, or the name of a data set."""
     prompt_id: str | None = None
     search: str | None = None
-    """A text in prompt or response."""
+    """Text to find in prompt or response."""
     result: str | None = None
-    """`failed`, `zero` or `nonzero`; a sample with a failed reward is neither of the latter."""
+    """`failed`, `zero` or `nonzero`. A sample with a failed reward counts as neither `zero` nor `nonzero`."""
     reward: str | None = None
-    """The part of the reward that `result` is about; the total if None."""
+    """The reward part to which `result` applies; None applies it to the total."""
 
 
 def rollouts(session: Session, run_id: str, wanted: SampleFilter, limit: int) -> list[RolloutRow]:
@@ -137,7 +139,7 @@ def rollouts(session: Session, run_id: str, wanted: SampleFilter, limit: int) ->
     query = query.order_by(RolloutRow.step.desc(), RolloutRow.place)
     if wanted.result is None:
         return list(session.scalars(query.limit(limit)))
-    # The name of a reward is any text, which no JSON path of every database can have.
+    # A reward name may be any text, and not every database can express every text in a JSON path.
     rows = session.scalars(query.execution_options(yield_per=100))
     return list(islice((row for row in rows if _has_result(row.data, wanted)), limit))
 
@@ -169,7 +171,7 @@ def _conditions(wanted: SampleFilter) -> Iterator[ColumnElement[bool]]:
 
 
 def driven(session: Session) -> list[RunRow]:
-    """Return the runs that have a driver, or should have one."""
+    """Return the runs that have a driver or should have one."""
     return list(session.scalars(select(RunRow).where(RunRow.status.in_(list(DRIVEN)))))
 
 
@@ -178,8 +180,8 @@ def count_driven(session: Session) -> int:
 
 
 def queue(session: Session) -> list[RunRow]:
-    """Return the waiting runs in order. Only columns that the supervisor needs are read: it reads the queue every
-    second, and the queue may be long."""
+    """Return the waiting runs in order. Only the columns that the supervisor needs are loaded, because it reads the
+    queue every second and the queue may be long."""
     waiting = select(RunRow).where(RunRow.status == Status.QUEUED, RunRow.desired_state == DesiredState.RUN)
     columns = load_only(RunRow.id, RunRow.attempt, RunRow.status_reason)
     return list(
@@ -202,11 +204,11 @@ def forget_run(session: Session, run_id: str) -> None:
 class RunOrder(StrEnum):
     CREATED = "created"
     STARTED = "started"
-    """Start of the first step; the creation of a run that has not started a step."""
+    """Start of the first step; creation time for a run that has not started a step."""
     NAME = "name"
     STATUS = "status"
     PROGRESS = "progress"
-    """The share of the steps that is done."""
+    """Fraction of the steps that are done."""
     REWARD = "reward"
     """Mean reward of the last step."""
     HELD_OUT = "held_out"
@@ -228,7 +230,7 @@ _COLUMNS: Mapping[RunOrder, ColumnElement[Any]] = {
 }
 
 _MISSING = {RunOrder.REWARD, RunOrder.HELD_OUT, RunOrder.TIME_LEFT}
-"""Keys that some runs lack; these runs come last in both directions."""
+"""Keys that some runs lack. Runs without the key come last in both directions."""
 
 
 def ordered_runs(
@@ -240,7 +242,7 @@ def ordered_runs(
     by: RunOrder = RunOrder.CREATED,
     descending: bool = True,
 ) -> tuple[list[RunRow], bool]:
-    """Return a page of runs, and whether there are more. Raises ApiError (404) if there is no run `after`."""
+    """Return a page of runs, and whether there are more. Raises ApiError (404) if run `after` does not exist."""
     value = _COLUMNS[by]
     if by in _MISSING:
         value = func.coalesce(value, -sys.float_info.max if descending else sys.float_info.max)
@@ -258,7 +260,7 @@ def ordered_runs(
 
 
 def _label(session: Session, name: str) -> ColumnElement[Any]:
-    """Return the value of a label. A quote in it would end a JSON path of SQLite, which has no escapes."""
+    """Return the value of a label. SQLite's JSON paths have no escapes, so a quote in the name would break one."""
     if session.get_bind().dialect.name != "sqlite":
         return RunRow.run_metadata[name].as_string()
     labels = func.json_each(RunRow.run_metadata).table_valued("key", "value")

@@ -1,4 +1,4 @@
-"""Brings every run from its status to its desired state: starts drivers, notices those that die, resumes runs.
+"""Moves every run from its status to its desired state: starts drivers, detects dead ones, resumes runs.
 
 The supervisor reads the database every second and keeps no other state, so a restart of the service loses nothing.
 Items that a driver could not deliver are read from the outbox in the run's folder.
@@ -35,13 +35,13 @@ from rlhfless.spec import TimeoutsSpec
 log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-"""How often the runs are checked: a driver's start takes ten times as long."""
+"""Time between two checks of the runs. A driver takes ten times as long to start."""
 
 LEASE_COLUMNS = DevicesRequest.__slots__[2:]
-"""Fields of a request that are columns of the run's lease; the first two are the run's."""
+"""Fields of a request that are columns of the run's lease; the first two are columns of the run."""
 
 KILL_AFTER_S = 35.0
-"""A cancelled driver is killed this long after `timeouts.stop_s`: it also has to deliver its outbox."""
+"""Delay after `timeouts.stop_s` until a cancelled driver is killed, so that it can deliver its outbox."""
 
 
 class Supervisor(PeriodicTask):
@@ -57,8 +57,8 @@ class Supervisor(PeriodicTask):
         ray_wait: Callable[[], str],
         device_counts: Callable[[], dict[str, int]],
     ) -> None:
-        """`url`: where drivers reach the service; `ray_address`: empty while there is no Ray; `ray_wait`: the reason
-        for that; `device_counts`: by kind."""
+        """`url`: where drivers reach the service. `ray_address`: empty while there is no Ray. `ray_wait`: why there is
+        no Ray. `device_counts`: devices by kind."""
         super().__init__(PERIOD_S)
         self._database = database
         self._settings = settings
@@ -68,11 +68,11 @@ class Supervisor(PeriodicTask):
         self._ray_wait = ray_wait
         self._device_counts = device_counts
         self.admits = True
-        """Whether drivers may be started."""
+        """Whether new drivers may be started."""
         self.yields: set[str] = set()
-        """Runs that have to give way to others at the end of their step."""
+        """Runs that must yield their devices at the end of their step."""
         self.lease_reasons: dict[str, str] = {}
-        """By run: why it waits for devices."""
+        """Why each run waits for devices, by run id."""
 
     async def tick(self) -> None:
         for run in await self._database.read(store.driven):
@@ -94,7 +94,7 @@ class Supervisor(PeriodicTask):
                 await asyncio.to_thread(self._drivers.kill, handle)
 
     async def _settle_dead(self, run: RunRow) -> None:
-        """Settle a run whose driver has died: apply its outbox; unless the run has ended, another driver follows."""
+        """Apply the outbox of a dead driver, and queue the run for another driver unless it has ended."""
         why, hindrance, out_of_memory = "its driver was not started", "", False
         if run.driver is not None:
             log_file, log_start = Path(run.folder) / LOG_FILE, run.driver.get(LOG_START, 0)
@@ -143,7 +143,7 @@ class Supervisor(PeriodicTask):
     # -- drivers to start
 
     async def _admit(self) -> None:
-        """Start drivers for the first runs of the queue, up to the limit of drivers; none while there is no Ray."""
+        """Start drivers for the first runs of the queue, up to the driver limit. Start none while there is no Ray."""
         wait = self._ray_wait()
 
         def next_runs(session: Session) -> list[RunRow]:
@@ -162,8 +162,10 @@ class Supervisor(PeriodicTask):
             await self._begin(run)
 
     async def _begin(self, run: RunRow) -> None:
-        """Start the next driver of a run. The database has the attempt before its driver starts, so no second driver
-        can start."""
+        """Start the next driver of a run.
+
+        The attempt is stored before its driver starts, so no second driver can start.
+        """
         token = secrets.token_urlsafe(32)
 
         def begin(session: Session) -> RunRow | None:
@@ -213,14 +215,14 @@ class Supervisor(PeriodicTask):
         )
 
     async def stop_all(self) -> None:
-        """Ask all drivers to stop in order: their runs continue when the service runs again."""
+        """Ask all drivers to stop cleanly. Their runs resume when the service runs again."""
         for run in await self._database.read(store.driven):
             if run.driver is not None:
                 await asyncio.to_thread(self._drivers.stop, run.driver)
 
 
 SWEEP_S = 600.0
-"""How often runs are removed: their time is counted in days."""
+"""Time between two retention sweeps; retention is counted in days."""
 
 SECONDS_PER_DAY = 86_400.0
 
@@ -236,7 +238,7 @@ class RetentionSweep(PeriodicTask):
 
 
 async def sweep(database: Database, settings: ServiceSettings, now_s: float) -> list[str]:
-    """Remove the runs that ended more than `retention.days` ago; return their ids."""
+    """Remove the runs that ended more than `retention.days` ago, and return their ids."""
     if settings.retention.days is None:
         return []
     before_s = now_s - settings.retention.days * SECONDS_PER_DAY
@@ -257,6 +259,6 @@ async def sweep(database: Database, settings: ServiceSettings, now_s: float) -> 
 
 
 def remove_folder(folder: Path, settings: ServiceSettings) -> None:
-    """Remove a run's folder, if it is below the service's folder of runs."""
+    """Remove a run's folder, if it is in the service's folder of runs."""
     if folder.parent == settings.runs:
         shutil.rmtree(folder, ignore_errors=True)

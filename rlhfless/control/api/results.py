@@ -1,4 +1,4 @@
-"""What a run has made: samples to read, checkpoints, usage, logs, the timeline of its devices, and downloads."""
+"""Routes for a run's results: samples, checkpoints, usage, logs, device timeline and downloads."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def _in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _tar(location: str, name: str) -> Iterator[bytes]:
-    """Yield a tar file of a folder or URL. A file has the size at which it is reached: later appends and removed files
+    """Yield a tar file of a folder or URL. A file's size is fixed when it is reached: later appends and removed files
     are left out."""
     files, root = files_of(location)
     for path in sorted(files.find(root)):
@@ -189,11 +189,11 @@ def _tar(location: str, name: str) -> Iterator[bytes]:
 
 
 TIMELINE_S = 60.0
-"""Longest time of the job that reads the timeline from the trace."""
+"""Maximum duration of the job that reads the timeline from the trace."""
 
 
 async def trace_folder(service: Service, run_id: str) -> str:
-    """Return the folder of a run's trace. Raises ApiError (404) before its first step."""
+    """Return the folder of a run's trace. Raises ApiError (404) before the first step."""
     run = await service.run(run_id)
     folder = trace_of(run.folder)
     if folder is None:

@@ -47,7 +47,7 @@ EXAMPLE = {
     "rewards": [{"type": "math"}],
     "steps": 100,
 }
-"""A spec that can be planned anywhere: the sizes of its model are built in. The page begins with the same."""
+"""A spec that can be planned anywhere, because its model's sizes are built in. The page's form starts with it."""
 
 
 AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": RunObject, "description": "The run of an earlier request."}}
@@ -81,7 +81,7 @@ async def create_run(
     row = new_run(service, caller.owner, spec, checked)
 
     def create(session: Session) -> RunObject:
-        if idempotency_key is not None and (known := answered(session)) is not None:  # a concurrent request has made it
+        if idempotency_key is not None and (known := answered(session)) is not None:  # a concurrent request created it
             return known
         session.add(row)
         session.flush()  # the rows below refer to it
@@ -215,7 +215,7 @@ async def resume_run(
 
 
 def require_below_limits(run: RunRow, limits: LimitsSpec, changed: bool) -> None:
-    """Raises ApiError (409) for a run that has reached a limit: it would start all functions only to stop again."""
+    """Refuse to resume a run that has reached a limit, because it would stop again at once. Raises ApiError (409)."""
     # Only the run's driver knows the time in which it held devices.
     what = reached(limits, Spent(run.cost_usd, run.device_s, 0.0))
     if not what and not changed and run.error is not None and run.error["code"] == "limit_reached":
@@ -226,7 +226,7 @@ def require_below_limits(run: RunRow, limits: LimitsSpec, changed: bool) -> None
 
 
 def changes_of(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a spec that change when its run is resumed. Raises ApiError (422)."""
+    """Return the spec keys that change on resume. Raises ApiError (422)."""
     for name in changes:
         if name not in ("limits", "allow_changed"):
             message = f"{name!r} cannot change when a run is resumed; `limits` can, and what `allow_changed` lists"
@@ -247,7 +247,7 @@ def allowed_of(changes: dict[str, Any]) -> tuple[str, ...]:
 
 
 def require_own(caller: Caller, run: RunRow) -> None:
-    """Raises ApiError (403) unless the caller's key made the run, or is an admin's."""
+    """Require that the caller's key created the run or is an admin key. Raises ApiError (403)."""
     if run.owner != caller.owner and "admin" not in caller.scopes:
         raise ApiError(403, "forbidden", f"run {run.id} belongs to {run.owner}; ask with its key, or an admin's")
 
@@ -279,7 +279,7 @@ async def _request_state(
                 Status.CANCELLING: "cancelled; its driver stops in order, and gives its devices back",
             }
             if status is Status.QUEUED:
-                row.error = None  # of the attempt before
+                row.error = None  # of the previous attempt
             store.set_status(session, row, status, reason.get(status, words[desired]))
         return run_object(row)
 

@@ -1,8 +1,8 @@
 """The service's access to its database: SQLite by default, PostgreSQL by URL.
 
-Only the API process writes, through one thread: writes are done in the order of their requests, and later reads see
-them. Reads use a few threads. A database that does not answer raises `Unavailable`; drivers keep their items until it
-is back.
+Only the API process writes, through one thread: writes run in the order of their requests, and later reads see them.
+Reads use a few threads. A database that does not answer raises `Unavailable`; drivers keep their items until it is
+back.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 READERS = 4
-"""Number of threads that read; a read takes a millisecond."""
+"""Number of reader threads. A read takes a millisecond."""
 
 CONNECT_S = 5
-"""Longest wait for a connection."""
+"""Maximum wait for a connection."""
 
 STATEMENT_S = 30
-"""Longest time of a statement."""
+"""Maximum duration of a statement."""
 
 CHANGED = "changed"
-"""Key of a session's info with the runs that its transaction has changed, and their new events."""
+"""Key of `Session.info` with the runs that the transaction changed, and their new events."""
 
 ADVISORY_LOCK = 0x726C6866
-"""Number of PostgreSQL's lock ("rlhf"), which the one service that writes holds."""
+"""Number of the PostgreSQL advisory lock ("rlhf") held by the one service that writes."""
 
 
 class SecondService(UserError):
@@ -57,30 +57,33 @@ class SecondService(UserError):
 
 class Database:
     def __init__(self, url: str) -> None:
-        """Raises InputError for a malformed URL."""
+        """Create the engine and its threads. Raises InputError for a malformed URL."""
         self.engine = _engine(url)
         self._writer = ThreadPoolExecutor(1, "database-writer", initializer=raise_priority)
         self._readers = ThreadPoolExecutor(READERS, "database-reader", initializer=raise_priority)
         self._queue: deque[tuple[Callable[[Session], Any], Future[Any]]] = deque()
         self._lock: Any = None
         self.on_commit: Callable[[Any], None] | None = None
-        """Called in the writer's thread, with the runs that a transaction has changed (CHANGED)."""
+        """Called in the writer's thread with the runs that a transaction changed (CHANGED)."""
 
     async def write(self, change: Callable[[Session], T]) -> T:
-        """Do a change in one transaction, maybe more than once; its result must not need the session. Raises
-        Unavailable, or what `change` raises; nothing is changed then."""
+        """Apply a change in one transaction, and return its result.
+
+        `change` may be called more than once, and its result must not need the session. Raises Unavailable, or any
+        error of `change`; nothing is changed then.
+        """
         answer: Future[T] = Future()
-        answer.set_running_or_notify_cancel()  # the change is done even if its caller is cancelled
+        answer.set_running_or_notify_cancel()  # the change is applied even if its caller is cancelled
         self._queue.append((change, answer))
         self._writer.submit(self._write_all)
         return await asyncio.wrap_future(answer)
 
     def _write_all(self) -> None:
-        """Do all queued changes in one transaction, because a commit waits for the disk; a failed change is undone
-        alone. After the commit, watchers are notified before callers."""
+        """Apply all queued changes in one transaction, because a commit waits for the disk. A failed change is undone
+        alone. Watchers are notified before callers, after the commit."""
         queued = [self._queue.popleft() for _ in range(len(self._queue))]
         if not queued:
-            return  # an earlier call has done them
+            return  # an earlier call has applied them
         try:
             with self._reachable(), Session(self.engine, expire_on_commit=False) as session:
                 outcomes = [self._do(session, change) for change, _ in queued]
@@ -98,7 +101,7 @@ class Database:
             answer.set_result(result)
 
     def _do(self, session: Session, change: Callable[[Session], Any]) -> tuple[Any, Exception | None, Any]:
-        """Do one change; return its result or its fault, and the runs that it has changed."""
+        """Apply one change; return its result or its error, and the runs that it changed."""
         session.info.clear()
         try:
             with session.begin_nested():
@@ -121,7 +124,7 @@ class Database:
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
-        """Turn errors of an unreachable database into Unavailable."""
+        """Convert errors of an unreachable database into Unavailable."""
         try:
             yield
         except (DBAPIError, PoolTimeout) as error:
@@ -131,7 +134,8 @@ class Database:
             raise
 
     def require_only_service(self) -> None:
-        """Raises SecondService if another service writes here. SQLite's file is guarded by the data folder's lock."""
+        """Require that no other service writes here; raises SecondService. The data folder's lock guards SQLite's
+        file."""
         if self.engine.dialect.name != "postgresql":
             return
         self._lock = self.engine.connect()
@@ -148,14 +152,14 @@ class Database:
 
 
 def _is_away(error: DBAPIError | PoolTimeout) -> bool:
-    """Return whether the server, or the file, cannot be reached; the statement itself is right."""
+    """Return whether the server or file cannot be reached, as opposed to a wrong statement."""
     if isinstance(error, PoolTimeout) or error.connection_invalidated:
         return True
     return type(error).__name__ in {"OperationalError", "InterfaceError"}
 
 
 def database_of(settings: ServiceSettings) -> Database:
-    """Open the database of a service: SQLite in the data folder, unless the settings name another. Raises InputError or
+    """Open a service's database: SQLite in the data folder, unless the settings name another. Raises InputError or
     NotPrivate."""
     return Database(settings.database or f"sqlite:///{open_data(settings) / DATABASE_FILE}")
 
@@ -178,7 +182,7 @@ def _sqlite(url: str) -> Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
-        # Python's driver begins transactions by itself, and later than savepoints need it.
+        # Python's driver starts transactions by itself, too late for savepoints.
         connection.isolation_level = None
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
@@ -196,7 +200,7 @@ def _postgres(url: Any) -> Engine:
 
 
 class NewerDatabase(UserError):
-    """The database was written by a newer rlhfless."""
+    """A newer rlhfless wrote the database."""
 
 
 def config_of(engine: Engine | None = None) -> Config:
@@ -207,7 +211,7 @@ def config_of(engine: Engine | None = None) -> Config:
 
 
 def migrate(engine: Engine) -> None:
-    """Migrate to the newest version. Raises NewerDatabase."""
+    """Migrate the database to the newest version. Raises NewerDatabase."""
     known = {script.revision for script in ScriptDirectory.from_config(config_of()).walk_revisions()}
     with engine.connect() as connection:
         stored = MigrationContext.configure(connection).get_current_revision()

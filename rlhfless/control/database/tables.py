@@ -1,4 +1,4 @@
-"""The tables of the database. Only the API process writes them (docs/control.md); times are unix seconds.
+"""The database tables. Only the API process writes them (docs/control.md). Times are unix seconds.
 
 A change here needs a migration (database/migrations); a test compares the two.
 """
@@ -33,7 +33,7 @@ class RunRow(Base):
     id: Mapped[str] = mapped_column(RUN_ID, primary_key=True)
     name: Mapped[str]
     owner: Mapped[str] = mapped_column(String(80))
-    """Id of the API key that made the run; `local` where the service needs no key."""
+    """Id of the API key that created the run; `local` if the service needs no key."""
     created_at: Mapped[float]
     started_at: Mapped[float | None]
     """Start of the first step."""
@@ -42,13 +42,13 @@ class RunRow(Base):
     status_reason: Mapped[str]
     status_since: Mapped[float]
     desired_state: Mapped[str] = mapped_column(String(8))
-    """The state that the user has requested (lifecycle.DesiredState)."""
+    """The state that the user requested (lifecycle.DesiredState)."""
     desired_at: Mapped[float]
     priority: Mapped[int]
     spec: Mapped[Json]
-    """The spec as it was POSTed."""
+    """The spec as POSTed."""
     resolved: Mapped[Json | None]
-    """The spec with every default, settled for the run's devices; from the driver."""
+    """The driver's spec with every default, resolved for the run's devices."""
     run_metadata: Mapped[Json] = mapped_column("metadata")
     folder: Mapped[str]
     steps: Mapped[int]
@@ -60,25 +60,25 @@ class RunRow(Base):
     error: Mapped[Json | None]
     """code, message, param."""
     plan: Mapped[Json | None]
-    """The prediction from before the run began (objects.PlannedCost)."""
+    """The prediction made before the run started (objects.PlannedCost)."""
     best_static: Mapped[Json | None]
     """The best static fleet for the same steps (objects.StaticFleet)."""
     simulated_step: Mapped[int] = mapped_column(default=0)
-    """The last step of the simulation behind `best_static`."""
+    """The last step that the simulation behind `best_static` covers."""
     cost_usd: Mapped[float] = mapped_column(default=0.0)
     device_s: Mapped[float] = mapped_column(default=0.0)
     left_s: Mapped[float | None]
     """Predicted time until the run ends."""
     attempt: Mapped[int] = mapped_column(default=0)
-    """Number of the run's drivers so far."""
+    """Number of drivers of the run so far."""
     deaths: Mapped[int] = mapped_column(default=0)
-    """Number of drivers in a row that died without a step."""
+    """Number of consecutive drivers that died without completing a step."""
     driver: Mapped[Json | None]
     """The handle of the driver (drivers.Handle)."""
     driver_token: Mapped[str] = mapped_column(default="")
     """Hash of the secret of the run's driver."""
     pushed: Mapped[int] = mapped_column(default=0)
-    """Number of the last item that a driver has delivered."""
+    """Number of the last item that a driver delivered."""
     last_event: Mapped[int] = mapped_column(default=0)
     """Number of the run's newest event."""
 
@@ -130,7 +130,7 @@ class UsageRow(Base):
 
 
 class RolloutRow(Base):
-    """A few samples of each of the newest steps, for people to read."""
+    """Samples of the newest steps, for people to read."""
 
     __tablename__ = "rollouts"
 
@@ -141,7 +141,7 @@ class RolloutRow(Base):
 
 
 class LeaseRow(Base):
-    """Devices that the broker has granted to a run, or that the run waits for."""
+    """Devices that the broker granted to a run, or that the run waits for."""
 
     __tablename__ = "leases"
 
@@ -150,18 +150,18 @@ class LeaseRow(Base):
     minimum: Mapped[int]
     maximum: Mapped[int]
     unit: Mapped[int]
-    """Devices of one actor: grants above the minimum grow and shrink by this number."""
+    """Devices of one actor. Grants above the minimum change by multiples of this number."""
     granted: Mapped[int]
     """0 while the run waits."""
     held: Mapped[int]
-    """Devices that the run uses, as its driver reports: at most those that were granted and not given back."""
+    """Number of devices that the run uses, as reported by its driver."""
     asked_at: Mapped[float]
     tenants: Mapped[int] = mapped_column(default=1, server_default="1")
-    """Most runs on a device, this run included."""
+    """Maximum number of runs on a device, including this run."""
 
 
 class IdempotencyRow(Base):
-    """Answered POSTs, by the key that their client chose."""
+    """Answered POSTs, by the idempotency key that the client chose."""
 
     __tablename__ = "idempotency"
 
@@ -173,7 +173,7 @@ class IdempotencyRow(Base):
 
 
 class KeyRow(Base):
-    """API keys, with hashes in place of their secrets."""
+    """API keys. Only hashes of their secrets are stored."""
 
     __tablename__ = "api_keys"
 

@@ -1,7 +1,7 @@
-"""One attempt of a run of the service: check the spec, wait for devices, run, and report how the run ended.
+"""One attempt of a service run: checks the spec, waits for devices, runs, and reports how the run ended.
 
-The ending is always the last item of the outbox. Only a driver that is killed leaves no ending; the service sees that
-the driver has died, and starts another.
+The exit is always the last item of the outbox. Only a killed driver leaves none; the service then detects its death and
+starts another driver.
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ from rlhfless.util.tasks import is_stopping, to_the_end
 log = logging.getLogger(__name__)
 
 DELIVER_S = 10.0
-"""Longest wait, at the end, until the service has all items. Items that are left it reads from the outbox."""
+"""Maximum wait at the end until the service has all items. The service reads any remaining items from the outbox."""
 
 ENDED, STALE = 0, 3
-"""Exit codes. How the run ended is in the outbox."""
+"""Exit codes. The outbox records how the run ended."""
 
 
 def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) -> int:
-    """Drive the run in a folder as its order says; return the exit code. `limit` limits the process's memory, to the
-    order's GiB if it has any."""
+    """Run the order in a run's folder, and return the exit code.
+
+    `limit` limits the process's memory to the order's GiB, if it specifies any.
+    """
     try:
         order = read_order(folder)
     except OtherProtocol as error:
@@ -83,19 +85,19 @@ def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) 
 
 
 def _refused(folder: Path, error: OtherProtocol) -> int:
-    """End an attempt whose order has another protocol. The service reads the outbox, which all protocols share."""
+    """End an attempt whose order uses another protocol. The outbox format is the same in all protocols."""
     with contextlib.closing(Outbox(folder, error.attempt)) as outbox:
         return _pause(outbox, "other_protocol", str(error))
 
 
 def _unknown_spec(outbox: Outbox, error: Exception) -> int:
-    """End an attempt whose spec only the service accepts: their versions differ."""
+    """End an attempt whose spec only the service accepts, because the versions differ."""
     text = f"this version of rlhfless ({__version__}) in the Ray cluster does not know the run's spec: {error}"
     return _pause(outbox, "other_version", text)
 
 
 def _pause(outbox: Outbox, code: str, text: str) -> int:
-    """Report that the run is paused before it has started; return the exit code."""
+    """Report that the run pauses before it has started, and return the exit code."""
     ended = DriverExit(status=Status.PAUSED, reason=text, error=failure(code, text))
     outbox.add("ended", ended.model_dump(mode="json"))
     return ENDED
@@ -107,12 +109,12 @@ class _Attempt:
         self._folder = folder
         self._outbox = outbox
         self._called_off: list[StopCause | None] = []
-        """Why the service ends the attempt early; None: for good."""
+        """Why the service ends the attempt early; an entry of None cancels it for good."""
         self._replaced = ""
         self.spec = self._spec()
 
     async def run(self) -> None:
-        """Run, and deliver how the run ended. Raises CancelledError if a signal has stopped it."""
+        """Run, and deliver how the run ended. Raises CancelledError if a signal stopped it."""
         spec = self.spec
         console = Console("off" if spec.logging.console == "off" else "lines", f"run {self._order.run_id}", spec.steps)
         reporter = Reporter(self._outbox, console, spec.steps, spec.timeouts.devices_s)
@@ -139,7 +141,7 @@ class _Attempt:
             await asyncio.to_thread(client.close, DELIVER_S)
 
     def _spec(self) -> RunSpec:
-        """The spec that was POSTed, on the service's Ray; in a resumed run, the spec that its devices have settled."""
+        """Return the POSTed spec on the service's Ray; for a resumed run, the spec as resolved for its devices."""
         own = self._folder / SPEC_FILE
         posted = RunSpec.model_validate(self._order.spec)
         spec = load_spec(own) if own.is_file() else posted
@@ -153,7 +155,7 @@ class _Attempt:
         return spec.model_copy(update=changes | {"sizes": sizes, "output": str(self._folder.parent)})
 
     def _prepare(self, spec: RunSpec) -> Prepared:
-        """Check the spec, and the locations of its files again: links may have changed since the POST. Raises
+        """Check the spec, and check file locations again because links may have changed since the POST. Raises
         InputError."""
         order, runs = self._order, str(self._folder.parent)
         if order.roots is not None:
@@ -168,13 +170,13 @@ class _Attempt:
             self._task.cancel()
 
     def _end_replaced(self, why: str) -> None:
-        """End this attempt: another driver has the run. Called in the client's thread."""
+        """End this attempt because another driver has the run. Called in the client's thread."""
         log.warning("%s", why)
         self._replaced = why
         self._loop.call_soon_threadsafe(self._task.cancel)
 
     async def _work(self, spec: RunSpec, reporter: Reporter, console: Console) -> DriverExit:
-        """Raises StaleOutbox, or CancelledError."""
+        """Run to the end, and return how the run ended. Raises StaleOutbox or CancelledError."""
         reporter.status(Status.VALIDATING, "checking model, prompts and rewards")
         sinks = None
         try:
@@ -218,7 +220,7 @@ class _Attempt:
         param = named[0].where if named else error.where if isinstance(error, UserError) else ""
         code = OUT_OF_MEMORY if isinstance(error, MemoryError | OutOfMemory) else CODES.get(ending.exit_code, "failed")
         what = failure(code, text, param, named)
-        if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
+        if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be restarting
             return DriverExit(status=Status.QUEUED, reason=text, error=what, retry=True)
         if ending.resume and has_begun(spec, self._folder):
             kept = "samples and checkpoints are kept; correct that, then resume"
@@ -229,7 +231,7 @@ class _Attempt:
 IN_LOGS = "The traceback is in the run's logs."
 
 RAY_AWAY = "the service's Ray cannot be reached; the run's logs say why, and its operator can correct it"
-"""The reason of a run whose cluster cannot be reached: the user of the API has not chosen it, and cannot start it."""
+"""Reason shown when the cluster cannot be reached. API users did not choose the cluster and cannot start it."""
 
 CODES = {
     TO_CORRECT: "invalid",
@@ -237,7 +239,7 @@ CODES = {
     MACHINES_FAILED: "machines_failed",
     STOPPED: "limit_reached",
 }
-"""Codes of errors, by the exit code of the run's ending."""
+"""Error codes by exit code."""
 
 
 def _called_off(cause: StopCause | None) -> DriverExit:

@@ -1,6 +1,6 @@
-"""The service as the run's host: what happens goes into the outbox, and the service's answers are carried out.
+"""The service-side host of a run: writes the run's events to the outbox and applies the service's answers.
 
-Methods are called in the run's loop; `receive` and `state` in the client's thread.
+Methods are called in the run's loop; `receive` and `state` are called in the client's thread.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ RECENT_STEPS = 8
 """Steps averaged for the remaining-time estimate."""
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
-"""The quantiles that stand for a histogram: the page draws them as bands."""
+"""Quantiles stored for each histogram. The page shows them as bands."""
 
 
 class Reporter(Host):
-    """Host, progress display and metric sink of a run; all report to the service."""
+    """Host, progress display and metric sink of a run. Everything is reported to the service."""
 
     def __init__(self, outbox: Outbox, console: Console, steps: int, devices_s: float) -> None:
         self._outbox = outbox
@@ -64,11 +64,11 @@ class Reporter(Host):
         self._usage: UsageReporter | None = None
         self._status: Status | None = None
         self.special_tokens: Sequence[str] = ()
-        """Of the policy's tokenizer."""
+        """Special tokens of the policy's tokenizer."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to deliver."""
         self.cancel: Callable[[StopCause | None], None] = lambda _: None
-        """Called to end the run now; None: for good."""
+        """Called to stop the run now. None cancels it for good."""
 
     # -- to the service
 
@@ -93,7 +93,7 @@ class Reporter(Host):
         )
 
     def _worked(self, run: BaseRun) -> list[DeviceWork]:
-        """Return the calls since the last push. A lost push loses them: they are for the page alone."""
+        """Return the calls since the last push. Calls of a lost push are not sent again: only the page shows them."""
         count = run.ledger.calls
         calls = run.ledger.calls_after(self._reported_calls)
         self._reported_calls = count
@@ -119,7 +119,7 @@ class Reporter(Host):
             self.cancel(StopCause.PAUSE if answer.desired_state == "pause" else StopCause.YIELD)
 
     async def devices(self, wanted: DevicesWanted) -> None:
-        """Wait for the service's grant."""
+        """Wait until the service grants devices. Raises NoDevices after `timeouts.devices_s`."""
         self._wanted = wanted
         end_s = time.monotonic() + self._devices_s
         self.status(Status.PROVISIONING, f"asking for {wanted.minimum} x {wanted.kind}")
@@ -139,7 +139,7 @@ class Reporter(Host):
 
     @property
     def _granted(self) -> int:
-        """Devices that the run may hold; 0 while it waits."""
+        """Number of devices the run may hold; 0 while it waits."""
         return 0 if self._answer is None else self._answer.granted
 
     # -- rlhfless.orchestrator.host.Host
@@ -184,7 +184,7 @@ class Reporter(Host):
         self.put("checkpoints", checkpoints=entries)
 
     def _actors(self) -> int | None:
-        """Return the most generation actors that fit the grant; None without a choice."""
+        """Return the largest number of generation actors that fits the grant; None if the number is fixed."""
         wanted, run = self._wanted, self._run
         if wanted is None or run is None or wanted.maximum == wanted.minimum:
             return None
@@ -192,7 +192,6 @@ class Reporter(Host):
         return run.spec.scaling.generation.min_actors + more
 
     async def settle(self) -> None:
-        """Report the final usage."""
         if self._usage is not None:
             await self._usage.report()
 
@@ -221,7 +220,7 @@ class Reporter(Host):
         finally:
             if entry in self._waits:
                 self._waits.remove(entry)
-            else:  # its text has changed meanwhile
+            else:  # the text was replaced meanwhile
                 del self._waits[place:]
 
     def resumed(self, step: int, attempt: int, earlier_s: float) -> None:
@@ -246,18 +245,18 @@ class Reporter(Host):
         self.put("metrics", step=step, kind="step" if is_step else "evaluation", values=shown)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; the sink holds no resources."""
 
 
 SHARE = 0.01
-"""Largest share of the time that goes into adding up: a bill that took 0.1 s is made again after 10 s."""
+"""Upper bound on the share of time spent on usage reports: a report that took 0.1 s is repeated after 10 s."""
 
 FEWEST_S = 5.0
-"""Shortest time between two bills."""
+"""Minimum time between two usage reports."""
 
 
 def replicas_of(run: BaseRun) -> list[ReplicaNow]:
-    """Return the replicas of a run. Called from another thread: a change meanwhile is reported next time."""
+    """Return the replicas of a run. Thread-safe: a concurrent change appears in the next report."""
     return [
         ReplicaNow(
             function=str(replica.function),
@@ -307,7 +306,7 @@ class UsageReporter:
         self._task: asyncio.Task[None] | None = None
 
     def report_if_due(self, pools: Collection[ReplicaPool]) -> None:
-        """Report the usage in the background if the last report is old enough."""
+        """Report usage in the background if the last report is old enough."""
         if time.monotonic() < self._next_s or (self._task is not None and not self._task.done()):
             return
         for pool in pools:
@@ -326,8 +325,10 @@ class UsageReporter:
 
 
 def bill(holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> list[dict[str, Any]]:
-    """Return the usage by function and kind of device, as objects.FunctionUsage. A call counts at its replica's
-    kind."""
+    """Return usage by function and device kind, as objects.FunctionUsage.
+
+    A call is counted under the device kind of its replica.
+    """
     rows = []
     for function in in_order([*(held.function for held in holdings), *(call.function for call in invocations)]):
         calls = [call for call in invocations if call.function == function]

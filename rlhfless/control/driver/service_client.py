@@ -1,9 +1,9 @@
-"""Delivers what happens in a run to the service, once and in order, whatever is killed meanwhile.
+"""Delivers a run's events to the service exactly once and in order, even if processes are killed.
 
-Items are kept in an SQLite file of the run's folder until the service has them. They are numbered over all attempts of
-the run without gaps, so a later driver delivers what an earlier one could not. A driver cannot add items after a newer
-attempt has begun. An item survives the death of the process; a power failure may lose the last items, and the steps
-they report: the run resumes from its checkpoint and reports these steps again.
+Items are kept in an SQLite file in the run's folder until the service has them. They are numbered without gaps across
+all attempts of the run, so a later driver delivers items that an earlier driver could not. A driver cannot add items
+after a newer attempt has started. An item survives the death of the process; a power failure may lose the last items
+and the steps they report, but the run then resumes from its checkpoint and reports these steps again.
 
 A thread pushes the items and receives the service's answers. The run continues while the service is away, and all items
 are delivered when it is back, even at another address.
@@ -29,10 +29,10 @@ from rlhfless.util.text import storable_values
 OUTBOX_FILE = "outbox.sqlite"
 
 LOCK_S = 30.0
-"""Longest wait for another process that has the file locked: a transaction takes a millisecond."""
+"""Maximum wait for another process that has locked the file. A transaction takes a millisecond."""
 
 KEPT_ITEMS = 10_000
-"""Delivered items that are kept: a database that was restored from a copy asks for them again."""
+"""Number of delivered items that are kept, because a database restored from a backup asks for them again."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
@@ -44,14 +44,14 @@ CREATE TABLE IF NOT EXISTS attempts (attempt INTEGER PRIMARY KEY);
 
 
 class StaleOutbox(RuntimeError):
-    """A newer attempt of the run has begun; this driver must end."""
+    """A newer attempt of the run has started, so this driver must exit."""
 
 
 class Outbox:
-    """The outbox of one attempt; several threads may use it."""
+    """The outbox of one attempt. Thread-safe."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
-        """Raises StaleOutbox if a newer attempt has begun."""
+        """Open the outbox. Raises StaleOutbox if a newer attempt has started."""
         self._lock = threading.Lock()
         self._attempt = attempt
         self._database = sqlite3.connect(
@@ -65,8 +65,8 @@ class Outbox:
             self._database.execute("INSERT OR IGNORE INTO attempts VALUES (?)", (attempt,))
 
     def add(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Add an item, which is on disk when this returns. Raises StaleOutbox."""
-        text = json.dumps(storable_values(data), allow_nan=False)  # PostgreSQL keeps no NUL
+        """Add an item; it is on disk when this returns. Raises StaleOutbox."""
+        text = json.dumps(storable_values(data), allow_nan=False)  # PostgreSQL cannot store NUL
         with self._transaction():
             self._require_newest()
             self._database.execute(
@@ -75,7 +75,7 @@ class Outbox:
             )
 
     def after(self, seq: int, limit: int = ITEMS_PER_PUSH) -> list[Item]:
-        """Return the items after this number, in order."""
+        """Return the items after number `seq`, in order."""
         with self._lock:
             return _items_after(self._database, seq, limit)
 
@@ -105,19 +105,19 @@ class Outbox:
 
 
 def undelivered(folder: Path, seq: int) -> list[Item]:
-    """Read a run's outbox from outside its driver: the items after a number; empty if there is no outbox."""
+    """Return the items after number `seq` of a run's outbox, from outside its driver; empty without an outbox."""
     file = folder / OUTBOX_FILE
     if not file.exists():
         return []
     with closing(sqlite3.connect(file, timeout=LOCK_S)) as database:
         try:
             return _items_after(database, seq, limit=-1)
-        except sqlite3.OperationalError:  # its driver was killed before the tables were there
+        except sqlite3.OperationalError:  # its driver was killed before the tables were created
             return []
 
 
 def _items_after(database: sqlite3.Connection, seq: int, limit: int) -> list[Item]:
-    """Return items after a number, in order. `limit` < 0: all."""
+    """Return the items after number `seq`, in order. A `limit` < 0 returns all."""
     query = "SELECT seq, attempt, at, kind, data FROM items WHERE seq > ? ORDER BY seq LIMIT ?"
     rows = database.execute(query, (seq, limit)).fetchall()
     return [
@@ -129,23 +129,23 @@ def _items_after(database: sqlite3.Connection, seq: int, limit: int) -> list[Ite
 log = logging.getLogger(__name__)
 
 HEARTHEARTBEAT_S = 1.0
-"""Longest time between two pushes: they carry the driver's state to the service, and its answer back."""
+"""Maximum time between two pushes. A push carries the driver's state to the service, and its answer back."""
 
 GATHER_S = 0.05
-"""Items that come within this time go into one push."""
+"""Items that arrive within this time share one push."""
 
 TIMEOUT_S = 10.0
-"""Longest wait for an answer to a push."""
+"""Maximum wait for an answer to a push."""
 
 AWAY_S = 2.0
-"""Time between two tries while the service does not answer."""
+"""Time between two attempts while the service does not answer."""
 
 LOG_AGAIN_S = 60.0
-"""Time between two log lines about the same silence."""
+"""Time between two log lines about the same outage."""
 
 
 class Replaced(Exception):
-    """The service knows another driver of the run, or does not know the run any more: this driver must end."""
+    """The service knows another driver of the run, or no longer knows the run, so this driver must exit."""
 
 
 class ServiceClient:
@@ -184,7 +184,7 @@ class ServiceClient:
         self._wake.set()
 
     def close(self, timeout_s: float) -> bool:
-        """Deliver all items; return whether the service has them. The rest stays in the outbox."""
+        """Deliver all items, and return whether the service has them. Undelivered items stay in the outbox."""
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout_s)
@@ -200,7 +200,7 @@ class ServiceClient:
             except sqlite3.ProgrammingError:
                 if not self._closing.is_set():
                     raise
-                return  # `close` has waited long enough, and the outbox is closed
+                return  # `close` has timed out, and the outbox is closed
             except (httpx.HTTPError, OSError, ValueError) as error:
                 self._note_silence(error)
                 self._wake.wait(AWAY_S)
@@ -217,7 +217,7 @@ class ServiceClient:
             self._wake.clear()
 
     def _push(self) -> bool:
-        """Push once; return whether there is more to deliver."""
+        """Push once, and return whether there is more to deliver."""
         items: list[Item] = [] if self._pushed is None else self._outbox.after(self._pushed)
         push = Push(attempt=self._order.attempt, items=items, now=self._state(), marked=self._marked)
         url = self._order.service_url or json.loads(Path(self._order.service_file).read_text("utf-8"))["url"]
@@ -227,7 +227,7 @@ class ServiceClient:
             headers={"Content-Type": "application/json"},
         )
         if response.status_code == 409 and response.json()["error"]["code"] == "gap":
-            self._pushed = None  # the service has fewer than it had: ask which
+            self._pushed = None  # the service has fewer items than before: ask for its last number
             return True
         if response.status_code in (401, 404, 409):
             raise Replaced(response.json()["error"]["message"])
