@@ -1,16 +1,16 @@
-"""The bill of a run, from its holdings and invocations alone. Pure.
+"""Billing of a run, computed from its holdings and invocations alone. Pure.
 
-Device-seconds of a function are split three ways:
+The device-seconds of a function are split three ways:
 
     cold   held while STARTING (waking included)
     busy   held in any other state, while an invocation of the same incarnation was running
-    idle   otherwise: waiting, draining, suspect, and asleep if the book has no price for sleep
+    idle   otherwise: waiting, draining, suspect, and asleep if the price book has no price for sleep
 
-so that busy + idle + cold = provisioned, and the cost is the sum of holdings x price, whatever work was done in
-them. If sleep in host memory has a price, a sleeping replica is billed at that price, and holds no device. Invocations
-that overlap are counted once: a device is busy or not. Work during a cold start is part of the start.
+so that busy + idle + cold = provisioned. The cost is the sum of holdings x price, regardless of the work done. If sleep
+in host memory has a price, a sleeping replica is billed at that price and holds no device. Overlapping invocations are
+counted once: a device is either busy or not. Work during a cold start is part of the start.
 
-The wall time of a step is split by kind of work (`step_times`), and the seller's rounding is added by lease
+The wall time of a step is split by kind of work (`step_times`), and the seller's rounding is added per lease
 (`leased_usd`).
 """
 
@@ -35,16 +35,17 @@ from rlhfless.scaling.prices import SECONDS_PER_HOUR, Acquired, Billing, PriceBo
 from rlhfless.spec import LimitsSpec
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
-"""Quantiles of the response length: the median, and the tail that decides how long a step takes."""
+"""Quantiles of the response length: the median, and the tail that determines how long a step takes."""
 
 
 _COMPUTED, _UNIQUE = f"{PROMPT_TOKENS_COMPUTED}/", f"{PROMPT_TOKENS_UNIQUE}/"
 _WHOLE_PASSES = (Work.LOGPROBS, Work.LEARN)
-"""Calls that compute nothing but tokens of a batch, so that their time is in proportion to these."""
+"""Calls whose time is proportional to the tokens of a batch."""
 
 
 class LedgerError(ValueError):
-    """Holdings that cannot be billed: they overlap, or end before they start. The message names the incarnation."""
+    """Raised for holdings that cannot be billed because they overlap or end before they start. The message names the
+    incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +70,37 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PromptReuse:
-    """How far all functions and steps of a run computed each prompt token once."""
+    """How close a run came to computing each prompt token once, over all functions and steps."""
 
     computed_tokens: float
     unique_tokens: float
     saved: float
-    """Part of the steps' time that was saved in reference and learner, if that time is in proportion to their tokens.
-    The time that an engine's prefix cache saves is not in the trace, and not in here."""
+    """Fraction of the steps' time saved in the reference and the learner, assuming that their time is proportional to
+    their tokens. Excludes the time saved by an engine's prefix cache, which the trace does not record."""
     evicted_tokens: int = 0
-    """Computed tokens that engines had had in their caches before."""
+    """Computed tokens that engines had cached earlier and evicted."""
 
     @property
     def once(self) -> float:
-        """Part of the computed prompt tokens that had to be computed: 1 if each was computed once."""
+        """Return the fraction of the computed prompt tokens that had to be computed; 1 if each was computed once."""
         return min(self.unique_tokens / self.computed_tokens, 1.0) if self.computed_tokens else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in figures."""
+    """The figures of a run."""
 
     functions: tuple[Usage, ...]
     """One entry per function with holdings or invocations, in their order (`in_order`)."""
     total: Usage
     steps: tuple[StepTimes, ...]
     response_tokens: Mapping[float, float]
-    """Quantiles (see QUANTILES) of the response length over all rollouts; empty if there are none."""
+    """Quantiles (see QUANTILES) of the response length over all rollouts; empty without rollouts."""
     prompts: PromptReuse | None
     acquired: tuple[Acquired, ...] = ()
-    """Devices that were waited for."""
+    """Devices that the run had to wait for."""
     engine_starts: tuple[Mapping[str, float], ...] = ()
-    """The seconds of the phases of each start of an engine, by StartPhase."""
+    """Seconds per phase (StartPhase) of each engine start."""
 
     @property
     def cost_usd(self) -> float:
@@ -107,9 +108,9 @@ class Summary:
 
 
 def summarise(trace: Trace, prices: PriceBook) -> Summary:
-    """The bill and the figures of a run.
+    """Return the cost and the figures of a run.
 
-    Raises LedgerError if holdings overlap, PriceError for a device kind without a price.
+    Raises LedgerError if holdings overlap, and PriceError for a device kind without a price.
     """
     check_holdings(trace.holdings)
     functions = [
@@ -136,7 +137,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
 
 
 def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> Usage:
-    """The usage of one function, or of the whole run, from its holdings and invocations."""
+    """Return the usage of one function, or of the whole run, from its holdings and invocations."""
     work = _by_incarnation(invocations)
     busy: list[float] = []
     idle: list[float] = []
@@ -163,7 +164,7 @@ def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocati
 
 
 def check_holdings(holdings: Iterable[Holding]) -> None:
-    """Raises LedgerError unless each life of a replica holds each device in one state at a time."""
+    """Raise LedgerError unless each incarnation of a replica holds each device in one state at a time."""
 
     def place(holding: Holding) -> tuple[str, str, str]:
         return holding.replica, holding.incarnation, holding.device
@@ -182,9 +183,9 @@ def check_holdings(holdings: Iterable[Holding]) -> None:
 
 
 def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
-    """Start and end of every start and wake-up.
+    """Return the start and end of every cold start and wake-up.
 
-    A start that flushes of the ledger have cut into pieces counts once; so does a start that holds several devices.
+    A start counts once even if ledger flushes split it into several holdings or it holds several devices.
     """
     spans = {
         (holding.replica, holding.incarnation, holding.start_s, holding.end_s)
@@ -198,7 +199,7 @@ def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
 
 
 def _prompt_reuse(trace: Trace, wall_s: float) -> PromptReuse | None:
-    """`wall_s` is the time of all steps. None if the trace has no such figures."""
+    """Return the prompt reuse of a run whose steps took `wall_s` in total, or None if the trace has no such figures."""
     values = [(name, value) for record in trace.steps for name, value in record.metrics.items()]
     computed = math.fsum(value for name, value in values if name.startswith(_COMPUTED))
     unique = math.fsum(value for name, value in values if name.startswith(_UNIQUE))
@@ -232,16 +233,16 @@ def _label(holding: Holding) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What all attempts of a run have spent together."""
+    """Total usage of all attempts of a run."""
 
     cost_usd: float
     device_s: float
     held_s: float
-    """Time in which the run held devices."""
+    """Time during which the run held devices."""
 
 
 def reached(limits: LimitsSpec, spent: Spent) -> str:
-    """The limit that is reached, with its key and figures; empty if none is."""
+    """Return the first limit reached, with its key and figures, or "" if none is."""
     figures = (
         ("max_cost_usd", limits.max_cost_usd, spent.cost_usd),
         ("max_device_hours", limits.max_device_hours, spent.device_s / SECONDS_PER_HOUR),
@@ -263,7 +264,7 @@ class Phase(StrEnum):
     CRITIC = "critic"
     """The critic's values and its updates."""
     COLUMNS = "columns"
-    """Columns and updates of the user's own functions."""
+    """Per-token outputs and updates of the user's own functions."""
     LEARN = "learn"
     SYNC = "sync"
     CHECKPOINT = "checkpoint"
@@ -293,19 +294,20 @@ _COLUMN_PHASES: Mapping[str, Phase] = MappingProxyType(
 
 
 def phase_of(call: Invocation) -> Phase:
-    """The phase of a call. Several functions compute a column of the batch or learn; each counts under its own name."""
+    """Return the phase of a call. Functions other than the learner that compute a per-token output or learn have phases
+    of their own."""
     phase = PHASES[call.work]
     learns_apart = phase is Phase.LEARN and call.function != FunctionName.LEARNER
     return column_phase(call.function) if phase is Phase.REFERENCE or learns_apart else phase
 
 
 def column_phase(function: str) -> Phase:
-    """The phase of a function that computes a column of the batch."""
+    """Return the phase of a function that computes a per-token output."""
     return _COLUMN_PHASES.get(function, Phase.COLUMNS)
 
 
 OVERHEAD = frozenset({Work.PUBLISH, Work.LOAD_WEIGHTS})
-"""Work that exists only because learner and engines are separate; a single process would not have it."""
+"""Work that exists only because learner and engines are separate processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,17 +317,17 @@ class StepTimes:
     step: int
     wall_s: float
     phases_s: Mapping[Phase, float]
-    """Wall time in which work of this phase ran, from the end of the recovery on. Phases may overlap."""
+    """Wall time, after the recovery, in which work of this phase ran. Phases may overlap."""
     overhead_s: float
-    """Wall time in which no function worked; moving weights (OVERHEAD) does not count as work."""
+    """Wall time in which no function worked. Moving weights (OVERHEAD) does not count as work."""
     recovery_s: float
-    """Wall time before the successful try; work in it is in no phase, and in no other figure but `wall_s`."""
+    """Wall time before the successful try. Work in it is excluded from all figures except `wall_s`."""
 
 
 def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes:
-    """Splits a step's wall time by what ran within it, whichever step that work was for.
+    """Split a step's wall time by the work that ran within it, including work for other steps.
 
-    wall = recovery + outside + the time in which at least one function worked.
+    wall = recovery + overhead + the time in which at least one function worked.
     """
     phases: dict[Phase, list[Interval]] = defaultdict(list)
     working: list[Interval] = []
@@ -346,16 +348,17 @@ def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes
 
 
 def recovery_until_s(step: int, tried_s: float, invocations: Iterable[Invocation]) -> float:
-    """When the recovery of a step ended, with the last try begun at `tried_s`: when the first function worked in it.
+    """Return the time at which the recovery of a step ended: the first work of a function after the last try started at
+    `tried_s`.
 
-    Until then new replicas start and load weights. `tried_s` if no function worked.
+    Before that, new replicas start and load weights. Returns `tried_s` if no function worked.
     """
     works = (call.start_s for call in invocations if call.step == step and call.work not in OVERHEAD)
     return min((start_s for start_s in works if start_s >= tried_s), default=tried_s)
 
 
 def calls_within(steps: Iterable[StepRecord], invocations: Iterable[Invocation]) -> Iterator[list[Invocation]]:
-    """For each step the calls that may overlap it, without a pass over the whole run for each step."""
+    """Yield, for each step, the calls that may overlap it, without scanning the whole run for each step."""
     ordered = sorted(invocations, key=attrgetter("start_s"))
     latest_s = list(accumulate((call.end_s for call in ordered), max))
     for step in steps:
@@ -367,7 +370,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants as sorted, disjoint, non-empty intervals."""
+    """Return the same instants as sorted, disjoint, non-empty intervals."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if merged and start <= merged[-1][1]:
@@ -378,12 +381,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(disjoint: Iterable[Interval]) -> float:
-    """Sum of the lengths of disjoint intervals, in seconds."""
+    """Return the total length of disjoint intervals, in seconds."""
     return math.fsum(end - start for start, end in disjoint)
 
 
 def clip(disjoint: list[Interval], start: float, end: float) -> list[Interval]:
-    """The part of sorted, disjoint intervals that lies within [start, end)."""
+    """Return the part of sorted, disjoint intervals within [start, end)."""
     first = max(bisect_right(disjoint, (start, math.inf)) - 1, 0)
     inside = disjoint[first : bisect_left(disjoint, (end, -math.inf))]
     if inside and inside[0][1] <= start:
@@ -405,21 +408,21 @@ class BilledLease:
     end_s: float
     paid_until_s: float
     held_s: float
-    """Time in which a replica held it."""
+    """Time during which a replica held the device."""
 
     @property
     def unused_s(self) -> float:
-        """Time that is paid for, and in which no replica held it."""
+        """Return the paid time in which no replica held the device."""
         return self.paid_until_s - self.start_s - self.held_s
 
 
 def billed_s(held_s: float, billing: Billing | None) -> float:
-    """The seconds that the seller bills for a machine that was kept for `held_s`."""
+    """Return the seconds that the seller bills for a machine kept for `held_s`."""
     return RentalTerms.of([billing], reacquire_s=0.0).paid_until_s(0.0, held_s)
 
 
 def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[BilledLease]:
-    """The leases under the holdings, by device and time. Raises PriceError for a kind without a price."""
+    """Return the leases behind the holdings, by device and time. Raises PriceError for a kind without a price."""
     held: dict[tuple[str, str], list[Interval]] = defaultdict(list)
     for holding in holdings:
         if prices.occupies(holding):
@@ -432,9 +435,9 @@ def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[BilledLease]:
 
 
 def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
-    """The cost of the holdings with rounding by sellers: `cost_usd`, and paid time in which no replica held the device.
+    """Return the cost of the holdings including the seller's rounding: `cost_usd` plus paid time without a replica.
 
-    Equal to `cost_usd` where no kind has `billing`. Raises PriceError for a kind without a price.
+    Equal to `cost_usd` if no kind has `billing`. Raises PriceError for a kind without a price.
     """
     known = list(holdings)
     unused = (

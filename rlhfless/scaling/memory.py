@@ -1,7 +1,8 @@
-"""Bytes of each part of a run, from the sizes of its model. Pure; each formula is in the docstring of its function.
+"""Memory in bytes of each part of a run, from the sizes of its model. Pure. The docstring of each function gives its
+formula.
 
-P parameters, L layers, h hidden size, q and k the widths of queries and of keys, I the width of the gated MLPs that a
-token passes (with experts: all that it is sent to), V the vocabulary, T tokens, b bytes per number.
+Symbols: P parameters, L layers, h hidden size, q and k the widths of queries and keys, I the width of the gated MLPs
+that a token passes through (with experts: all experts it is routed to), V the vocabulary, T tokens, b bytes per number.
 """
 
 from __future__ import annotations
@@ -17,68 +18,69 @@ from rlhfless.spec import DType, RunSpec, TrainingSpec
 GIB = 2**30
 
 PUBLISH = "publish"
-"""The phase of a learner in which it publishes weights."""
+"""The learner phase that publishes weights."""
 
 PROCESS = "process"
 """The part of a phase that every process holds."""
 
 PUBLISHED = "weights on their way"
-"""With `cuda_ipc`: what a rank gathers, and the bucket from which engines copy it; also while the learner sleeps."""
+"""Published weights in transit, only with `cuda_ipc`: the weights that a rank gathers and the bucket from which engines
+copy them. Stays on the device while the learner sleeps."""
 
 NCCL = "NCCL"
-"""The part of a rank that its communicators hold, asleep or not."""
+"""The part that a rank's communicators hold, even while it sleeps."""
 
 STAYS = frozenset({PROCESS, PUBLISHED, NCCL})
 """The parts of a phase that stay on the device while the function sleeps."""
 
 PROCESS_BYTES = int(0.8 * GIB)
-"""Bytes of each process on a GPU outside of torch's own account: CUDA's context with its kernels (0.5 GiB on
-data-centre GPUs) and cuBLAS' workspaces. Seen with one rank on an H100 (docs/gpus.md)."""
+"""Bytes of each process on a GPU outside torch's own accounting: the CUDA context with its kernels (0.5 GiB on
+data-centre GPUs) and cuBLAS workspaces. Measured with one rank on an H100 (docs/gpus.md)."""
 
 COMMUNICATOR_BYTES = int(0.76 * GIB)
-"""NCCL's buffers of a communicator of several ranks: the middle of 0.56 to 0.96 GiB over eight GPUs (sglang#30908,
+"""NCCL buffers of a communicator of several ranks: the middle of 0.56 to 0.96 GiB over eight GPUs (sglang#30908,
 vllm#46234)."""
 
 TENSOR_PARALLEL_BYTES = GIB
-"""The same of all communicators of an engine on several devices (vllm#51485, with four); given back while it sleeps
+"""NCCL buffers of all communicators of an engine on several devices (vllm#51485, with four); released during sleep
 (`enable_nccl_comm_suspend`)."""
 
 GRAPH_BYTES = int(0.6 * GIB)
-"""CUDA graphs of an engine, as vLLM's log of their capture gives them for models of 0.5 B to 8 B parameters (0.3 to
-1 GiB). An assumption until a GPU has been measured."""
+"""CUDA graphs of an engine. vLLM logs 0.3 to 1 GiB at capture for models of 0.5 B to 8 B parameters. An assumption
+until measured on a GPU."""
 
 LOGITS_CHUNK_ELEMENTS = 2**25
-"""Largest `[positions, vocabulary]` block of logits where nothing is said (`learner.logits_mib`): 128 MiB in float32.
+"""Default size of the largest `[positions, vocabulary]` block of logits (`learner.logits_mib`): 128 MiB in float32.
 With a vocabulary of 150,000 that is 220 rows; all logits of 8192 tokens at once would take 5 GB."""
 
 CPU_KV_GIB = 1.0
-"""KV cache of an engine on CPU cores where nothing is said; vLLM would reserve nearly all memory of the machine."""
+"""Default KV cache of an engine on CPU cores; vLLM would reserve nearly all memory of the machine."""
 
 LOGITS_COPIES = 5
-"""Blocks of logits that are alive at once in a backward pass of the head: logits, scaled logits, log-probabilities, and
-the gradients of two of them (rlhfless/functions/lm_head.py)."""
+"""Blocks of logits alive at once in a backward pass of the head: logits, scaled logits, log-probabilities, and the
+gradients of two of them (rlhfless/functions/lm_head.py)."""
 
 SAMPLER_COPIES = 3
-"""Blocks `[sequences, V]` in float32 of vLLM's sampler: logits, log-probabilities, probabilities."""
+"""Float32 blocks `[sequences, V]` of vLLM's sampler: logits, log-probabilities, probabilities."""
 
 IN_FLIGHT_BATCHES = 2
-"""Batches of an engine that may be scheduled and not done: vLLM schedules one ahead."""
+"""Batches that an engine may have scheduled but not finished: vLLM schedules one ahead."""
 
 
 def kept_versions(steps_ahead: int) -> int:
-    """Versions that the learner keeps for engines: those that steps may still draw with, and of the newest two the
-    older one, which a slow reader may still be opening."""
+    """Return how many versions the learner keeps for engines: those that steps may still generate with, and at least
+    the newest two, since a slow reader may still be opening the older one."""
     return max(2, steps_ahead + 1)
 
 
 def stored_versions(spec: RunSpec) -> int:
-    """Versions that may be in the learner's store at once: the kept ones, the one being written, and the average
-    of the weights if there is one."""
+    """Return the maximum number of versions in the learner's store: the kept ones, the one being written, and the
+    moving average of the weights if enabled."""
     return kept_versions(spec.schedule.steps_ahead) + 1 + (spec.learner.average_decay is not None)
 
 
 CACHED_VERSIONS = 3
-"""Versions that may be in a node's cache of a store that is read by HTTP: the newest two, and the one being read."""
+"""Maximum number of versions in a node's cache of an HTTP store: the newest two, and the one being read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,8 @@ class MemoryPhase:
 
 
 def on_device(phases: Sequence[MemoryPhase], kind: str, ranks: int = 1, copies: int = 1) -> tuple[MemoryPhase, ...]:
-    """The phases of a process of its own on a device of a kind: on a GPU it holds PROCESS_BYTES, too, and the
-    communicators of its ranks: one, or with copies (HSDP) one in a copy and one across them."""
+    """Return the phases of a separate process on a device of a kind. On a GPU, add PROCESS_BYTES and the communicators
+    of its ranks: one, or with copies (HSDP) one within a copy and one across copies."""
     on_gpu = kind != CPU_KIND
     communicators = 0 if ranks == 1 else 1 if copies == 1 else 2
     process = MemoryPart(PROCESS, PROCESS_BYTES * on_gpu), MemoryPart(NCCL, COMMUNICATOR_BYTES * communicators * on_gpu)
@@ -111,7 +113,7 @@ def on_device(phases: Sequence[MemoryPhase], kind: str, ranks: int = 1, copies: 
 
 
 def mlp_width(shape: ModelShape) -> int:
-    """I: the width of the MLPs that one token passes in a layer, on average over the layers.
+    """Return I: the width of the MLPs that one token passes through in a layer, averaged over the layers.
 
     A gated MLP of width I has 3 h I parameters.
     """
@@ -120,15 +122,15 @@ def mlp_width(shape: ModelShape) -> int:
 
 
 def layer_token_bytes(shape: ModelShape, dtype: DType) -> int:
-    """What one layer keeps of a token for the backward pass.
+    """Return the bytes that one layer keeps per token for the backward pass.
 
         float32   24 h + 16 q + 16 k + 16 I
         16 bit    16 h + 10 q + 10 k +  8 I
 
-    Counted by torch's saved-tensor hooks over transformers 5's Llama, Qwen2 and Qwen3 with SDPA, which these lines fit
-    to 2 % (tests/prepare). Models without a norm of queries and keys keep 8 (q + k) less in float32. Attention keeps no
-    matrix (Korthikanti et al., arXiv 2205.05198, section 4, counts 34 h + 5 a s for GPT with one). Linear layers are
-    counted as the others, which nothing has measured.
+    Counted with torch's saved-tensor hooks on Llama, Qwen2 and Qwen3 of transformers 5 with SDPA; the formulas fit to 2
+    % (tests/prepare). Models without a norm of queries and keys keep 8 (q + k) less in float32. Attention keeps no
+    matrix (Korthikanti et al., arXiv 2205.05198, section 4, counts 34 h + 5 a s for GPT with one). Linear attention
+    layers are counted like the others; this has not been measured.
     """
     queries, keys = shape.query_width, shape.key_width
     if dtype == "float32":
@@ -137,8 +139,9 @@ def layer_token_bytes(shape: ModelShape, dtype: DType) -> int:
 
 
 def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool, on_gpu: bool = False) -> int:
-    """What the attention of one layer holds of a token while shared prefixes are computed once, and gives back. What it
-    keeps for the backward pass is what torch's own attention keeps.
+    """Return the temporary bytes per token of one layer's attention while it computes shared prefixes once.
+
+    The tensors kept for the backward pass are the same as those of torch's own attention.
 
         forward     q (4 + 8 b)      the output in float32; queries, keys and values by segments, and their output, each
                                      up to 3/2 long with padding; keys and values for all heads
@@ -156,10 +159,10 @@ def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool, on_g
 
 
 def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpointing: bool) -> int:
-    """Kept by the decoder for the backward pass of T tokens, in a format of b bytes.
+    """Return the bytes that the decoder keeps for the backward pass of T tokens, in a format of b bytes.
 
     all layers       L T layer_token_bytes
-    checkpointing    L T b h               (inputs of the layers; each layer is recomputed in its turn)
+    checkpointing    L T b h               (the layers' inputs; each layer is recomputed when its gradient is due)
     """
     if checkpointing:
         return shape.layers * tokens * DTYPE_BYTES[dtype] * shape.hidden
@@ -169,12 +172,14 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpoint
 def with_scores(
     phases: Sequence[MemoryPhase], shape: ModelShape, tokens: int, longest: int, dtype: DType, kept_layers: int
 ) -> tuple[MemoryPhase, ...]:
-    """Add what eager attention holds, where the model has it or may have it, to all phases that pass T tokens in
-    sequences of W. Of H T W scores, b bytes a number:
+    """Add the scores of eager attention, if the model uses it or may use it, to all phases that process T tokens in
+    sequences of W.
+
+    Bytes per score, for H T W scores in a format of b bytes:
 
         forward     4 + 3 b                         products, masked, softmax in float32, and cast
-        learn       (4 + b) layers + 8 + 2 b        the last two are kept of each layer, or of one (checkpointing); in
-                                                    the backward pass their gradients
+        learn       (4 + b) layers + 8 + 2 b        the last two are kept for each layer, or for one (checkpointing);
+                                                    their gradients in the backward pass
     """
     if shape.attention_form == "fused":
         return tuple(phases)
@@ -190,43 +195,44 @@ def with_scores(
 
 
 def logits_bytes(shape: ModelShape, tokens: int, chunk_elements: int, copies: int) -> int:
-    """Bytes of the output head: `copies` blocks of 4 min(T V, chunk) bytes, and the hidden states of the tokens with
-    their gradient, 8 T h."""
+    """Return the bytes of the output head: `copies` blocks of 4 min(T V, chunk) bytes, and the hidden states of the
+    tokens with their gradient, 8 T h."""
     return copies * 4 * min(tokens * shape.vocabulary, chunk_elements) + 8 * tokens * shape.hidden
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """How a learner is split."""
+    """How a trained model is split over ranks."""
 
     ranks: int = 1
-    """Ranks that the states are split over."""
+    """Ranks that the states are sharded over."""
     dtype: DType = "float32"
-    """The format of the layers' matrix products."""
+    """Number format of the layers' matrix products."""
     checkpointing: bool = False
     offload: bool = False
-    """Master weights, gradients and optimiser are in the host's memory."""
+    """Master weights, gradients and optimiser states are in host memory."""
     exact_head: bool = False
-    """What belongs to no layer is gathered in float32."""
+    """Parameters outside layers are gathered in float32."""
     sharing: bool = False
-    """Prefixes may be computed once (rlhfless.functions.prefix_attention)."""
+    """Shared prefixes may be computed once (rlhfless.functions.prefix_attention)."""
     on_gpu: bool = False
     """Rows are computed by FlashAttention."""
     copies: int = 1
-    """Sets of so many ranks (HSDP)."""
+    """Number of replicated sets of `ranks` ranks (HSDP)."""
     values: bool = False
-    """Its head gives one value, as a critic's: no logits, and no gradient of a head."""
+    """The head outputs a single value, as a critic's does: no logits, and no gradient of a head."""
     averaged: bool = False
     """A moving average of the weights is kept."""
 
     @property
     def alone(self) -> bool:
-        """One rank keeps what it has gathered, and the gradients of a step, whole (rlhfless.functions.sharding)."""
+        """Return whether there is a single rank, which keeps gathered weights and a step's gradients whole
+        (rlhfless.functions.sharding)."""
         return self.ranks * self.copies == 1 and not self.offload
 
 
 def sharded(training: TrainingSpec, kind: str = CPU_KIND) -> Sharded:
-    """How a trained model is split, by its section of the spec."""
+    """Return how a trained model is split, from its section of the spec."""
     return Sharded(
         training.split_over(training.world_size),
         training.dtype,
@@ -240,14 +246,17 @@ def sharded(training: TrainingSpec, kind: str = CPU_KIND) -> Sharded:
 
 
 def kept_bytes(weights_bytes: int, *, averaged: bool) -> int:
-    """Bytes that a checkpoint copies: float32 master weights, AdamW's two moments, and the average if there is one."""
+    """Return the bytes that a checkpoint copies: float32 master weights, AdamW's two moments, and the moving average if
+    enabled."""
     return weights_bytes * (4 if averaged else 3)
 
 
 def learner_states_bytes(shape: ModelShape, ranks: int = 1, *, averaged: bool = False) -> tuple[MemoryPart, ...]:
-    """The states of one of N ranks: master weights, gradients, and AdamW's two moments in float32, 16 P / N
-    (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1, counts the same 16, and splits them the same way in its
-    stage 3), and 4 P / N more with an average of the weights."""
+    """Return the states of one of N ranks: float32 master weights, gradients, and AdamW's two moments, 16 P / N.
+
+    Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 3.1) count the same 16 and shard them the same way in stage 3. A
+    moving average of the weights adds 4 P / N.
+    """
     p = math.ceil(shape.parameters / ranks)
     moments = MemoryPart("AdamW", 8 * p)
     average = (MemoryPart("average of the weights", 4 * p),) if averaged else ()
@@ -255,31 +264,32 @@ def learner_states_bytes(shape: ModelShape, ranks: int = 1, *, averaged: bool = 
 
 
 def layer_parameters(shape: ModelShape) -> int:
-    """G: of one decoder layer, which is gathered as a whole."""
+    """Return G: the parameters of one decoder layer, which is gathered as a whole."""
     return (shape.attention + shape.dense_mlp + shape.experts * shape.expert_mlp) // shape.layers
 
 
 def root_parameters(shape: ModelShape) -> int:
-    """R: of what belongs to no layer, embeddings and head."""
+    """Return R: the parameters outside layers, i.e. embeddings and head."""
     return shape.head * (1 if shape.tied else 2)
 
 
 def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: int) -> tuple[MemoryPhase, ...]:
-    """The phases of one of N learner ranks that split the states, whose micro-batches have T tokens. b and r are the
-    bytes of a number in a gathered layer and in what belongs to none; A are the activations.
+    """Return the phases of one of N learner ranks that shard the states, for micro-batches of T tokens.
 
-    The states are the device's unless they are offloaded. Beside them `learn` holds the most of three moments:
+    b and r are the bytes per number of gathered layers and of gathered parameters outside layers; A are the
+    activations. The states are on the device unless they are offloaded. In addition, `learn` holds the largest of three
+    moments:
 
         head       r R + b G + A + (r + 4) h V + logits             the head's gradient, and its sum in float32 if the
                                                                     logits take several chunks
         layer      r R + 2 b G + r h V + 8 G + A + T layer_token_bytes    its weights and the next one's, gathered; the
-                                                                    head's gradient; its own, in and after the
+                                                                    head's gradient; its own, during and after the
                                                                     reduction; and T sharing_token_bytes
         root       (r + 4) R                                        after all layers, the last gradient to be reduced
 
-    One rank alone has b P gathered in all of them, and its last moment costs r h V + 4 R: a copy of R's gradients.
-    publish holds no gradients, and the probe's exact weights: 4 (R + G + h V). restore holds no gradients.
-    Checked against the learner's own code (rlhfless.functions.memory_dry_run) in tests/prepare.
+    A single rank has b P gathered in all three moments, and its last moment takes r h V + 4 R: a copy of R's gradients.
+    `publish` holds no gradients, but the probe's exact weights: 4 (R + G + h V). `restore` holds no gradients. Checked
+    against the learner's own code (rlhfless.functions.memory_dry_run) in tests/prepare.
     """
     states = () if how.offload else learner_states_bytes(shape, how.ranks, averaged=how.averaged)
     resting = tuple(part for part in states if part.name != "gradients")
@@ -320,14 +330,17 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
 
 
 def without_head(shape: ModelShape) -> ModelShape:
-    """A critic of these sizes: the embeddings stay, and its own head is one row."""
+    """Return the shape of a critic of these sizes: it keeps the embeddings, and its own head is a single row."""
     return replace(shape, tied=True)
 
 
 def value_phases(shape: ModelShape, tokens: int, how: Sharded) -> tuple[MemoryPhase, ...]:
-    """The phases of one of N ranks of a critic: those of a learner of a model without an output head, but for the
-    publication; and `values`, a forward pass of T tokens: the states without gradients, what is gathered, and two
-    times one layer, or what the sharing of prefixes holds in place of the second."""
+    """Return the phases of one of N ranks of a critic.
+
+    They are those of a learner of a model without an output head, except publication, plus `values`, a forward pass of
+    T tokens: the states without gradients, the gathered weights, and twice one layer's activations, where the second
+    may be replaced by the larger memory of prefix sharing.
+    """
     body = without_head(shape)
     learn, _, restore = learn_phases(body, tokens, replace(how, values=True), LOGITS_CHUNK_ELEMENTS)
     layer = layer_token_bytes(shape, how.dtype)
@@ -351,9 +364,12 @@ def reference_phase(
     ranks: int = 1,
     on_gpu: bool = False,
 ) -> MemoryPhase:
-    """One of N ranks of the reference: b P / N of weights, what is gathered (`gathered_bytes`), one layer at a time for
-    T tokens, and the logits of a forward pass. The layer's second half is for what it computes from, or for what
-    `sharing` of prefixes holds, if that is more."""
+    """Return the phase of one of N ranks of the reference.
+
+    It holds b P / N of weights, gathered weights (`gathered_bytes`), one layer at a time for T tokens, and the logits
+    of a forward pass. The layer's tokens count twice: its outputs, and its inputs or the memory of prefix sharing,
+    whichever is larger.
+    """
     layer = layer_token_bytes(shape, dtype)
     passing = max(layer, sharing_token_bytes(shape, dtype, backward=False, on_gpu=on_gpu) * sharing)
     return MemoryPhase(
@@ -368,8 +384,8 @@ def reference_phase(
 
 
 def gathered_bytes(shape: ModelShape, root: int, dtype: DType, ranks: int) -> int:
-    """Gathered bytes of a model that is split and not trained, b (R + 2 G): what belongs to no layer, one layer, and
-    the next one, which is gathered meanwhile. One rank gathers nothing."""
+    """Return the gathered bytes of a sharded, frozen model, b (R + 2 G): the parameters outside layers, one layer, and
+    the prefetched next layer. A single rank gathers nothing."""
     return DTYPE_BYTES[dtype] * (root + 2 * layer_parameters(shape)) if ranks > 1 else 0
 
 
@@ -379,14 +395,16 @@ class Scored:
 
     shape: ModelShape
     tokens: int
-    """Tokens of a micro-batch."""
+    """Tokens per micro-batch."""
     dtype: DType
 
 
 def score_phase(models: Sequence[Scored], ranks: int) -> MemoryPhase:
-    """One of N ranks of the reward models: the weights of all of them without an output head, b (P - R + h V) / N; they
-    score one after the other, so what the largest holds meanwhile counts: gathered weights (R is h V), and two times
-    one layer for T tokens."""
+    """Return the phase of one of N ranks of the reward models.
+
+    It holds the weights of all models without an output head, b (P - R + h V) / N. The models score one after the
+    other, so only the largest adds gathered weights (here R is h V) and twice one layer for T tokens.
+    """
 
     def body(shape: ModelShape) -> int:
         return shape.parameters - root_parameters(shape) + shape.head
@@ -405,20 +423,21 @@ def score_phase(models: Sequence[Scored], ranks: int) -> MemoryPhase:
 
 
 def kv_token_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int) -> int:
-    """KV of one token on each device, in all layers that have keys: 2 L k b / t. A key head that several devices need
-    is kept by each of them, and so is latent KV."""
+    """Return the KV bytes of one token on each device, over all layers with keys: 2 L k b / t. A key head needed by
+    several devices is replicated on each of them, and so is latent KV."""
     return round(shape.kv_layers * shape.kv_width / min(tensor_parallel, shape.kv_heads) * DTYPE_BYTES[dtype])
 
 
 def kv_sequence_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int, tokens: int, batch_tokens: int) -> int:
-    """KV on each device of a sequence of T tokens, prefilled in batches of B, as vLLM reserves it: F layers that attend
-    to all tokens, and W with a window of w tokens, hold
+    """Return the KV bytes on each device that vLLM reserves for a sequence of T tokens, prefilled in batches of B.
+
+    F layers that attend to all tokens and W layers with a window of w tokens hold
 
         (F T + W min(T, w - 1 + 2 B)) 2 k b / t
 
-    for a windowed layer frees tokens behind its window only once the batches in flight are done, two of them. Where
-    there are both kinds, F and W are padded to multiples of one group's size (`kv_cache_utils` of vLLM 0.32, whose own
-    figure is above this one by the last block of each group). Linear layers hold a state, however long the sequence.
+    because a windowed layer frees tokens behind its window only after the two batches in flight are done. With both
+    kinds, F and W are padded to multiples of one group's size (`kv_cache_utils` of vLLM 0.32, which adds up to one
+    block per group to this figure). Linear layers hold a state of constant size.
     """
     per_token = kv_token_bytes(shape, dtype, tensor_parallel)
     if shape.windows is None:
@@ -429,8 +448,10 @@ def kv_sequence_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int, tok
 
 
 def _padded(full: int, windowed: int) -> tuple[int, int]:
-    """Layers of both kinds with the padding of their groups: a group has as many as the fewer of the two kinds, or as
-    the more if these are not half as many again."""
+    """Return the layers of both kinds with the padding of their groups.
+
+    The group size is the smaller of the two counts, or the larger one if it is less than 1.5 times the smaller.
+    """
     few, many = sorted((full, windowed))
     if few == 0:
         return full, windowed
@@ -448,9 +469,12 @@ def engine_parts(
     graphs: bool,
     eight_bits: bool = False,
 ) -> tuple[MemoryPart, ...]:
-    """What one device of an engine holds without its KV: b P / t of weights; the widest layer of a batch of T tokens,
-    b T (4 h + 3 I / t); the sampler's logits; CUDA graphs. In `eight_bits` the weights are
-    (b R + (P - R) (1 + 4 / h)) / t: R belong to no layer, and a row of h numbers and more has a scale of 4 bytes."""
+    """Return the memory of one device of an engine without its KV cache.
+
+    It is the sum of the weights, b P / t; the widest layer of a batch of T tokens, b T (4 h + 3 I / t); the sampler's
+    logits; and CUDA graphs. With `eight_bits` the weights are (b R + (P - R) (1 + 4 / h)) / t: the R parameters outside
+    layers keep b bytes, and each row of at least h numbers has a scale of 4 bytes.
+    """
     b, t = DTYPE_BYTES[dtype], tensor_parallel
     root = root_parameters(shape)
     in_layers = shape.parameters - root
@@ -466,5 +490,5 @@ def engine_parts(
 
 
 def version_bytes(shape: ModelShape, dtype: DType) -> int:
-    """A published version: b P."""
+    """Return the bytes of a published version: b P."""
     return DTYPE_BYTES[dtype] * shape.parameters
