@@ -1,13 +1,13 @@
 """All replicas of a run: life cycle, cold starts, nodes, turns on devices, weights, interruptions.
 
     start   once its devices are free: node provisioned (not billed), then STARTING for `start_s`
-    turn    a function that has work, and sleeps, waits until the replicas on its devices have none: these fall asleep,
-            and it wakes, as in the live fleet (rlhfless.fleet.turns)
+    turn    a sleeping function with work waits until the replicas on its devices have none: these fall asleep, and it
+            wakes, as in the live fleet (rlhfless.fleet.turns)
     load    a generation actor, while a step is generated: STALE for `Transport.load_s`. Others start with weights
-    spot    each life of an actor has an exponential length, from a generator of its own
-    lease   a device that was given back, and is no longer paid for, is there again after `RentalTerms.reacquire_s`
+    spot    each life of an actor has an exponential length, from a random generator of its own
+    lease   a device that was given back and is no longer paid for is available after `RentalTerms.reacquire_s`
 
-A `SimulatedFleet` carries out what it is asked, and the agenda says when that has happened; it decides nothing.
+A `SimulatedFleet` carries out requests and decides nothing; the agenda says when they take effect.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from rlhfless.sim.setup import Setup, SlotSetup
 
 
 class SimulationError(RuntimeError):
-    """A policy leaves samples unassigned, asks for something impossible, or waits for ever."""
+    """A policy leaves samples unassigned, requests something impossible, or waits for ever."""
 
 
 class SimulatedFleet:
     """All slots, and the replica at each."""
 
     def __init__(self, setup: Setup, ledger: SimulatedLedger, idle: Callable[[int], bool]) -> None:
-        """`idle` says whether the function of a slot has no work left in its phase, so that its turn may end."""
+        """Create the fleet; `idle` returns whether the function of a slot has no work left in its phase, so that its
+        turn may end."""
         self.setup = setup
         self._idle = idle
         self.slot_setups = setup.slot_setups
         self._under_way = setup.under_way
         self.replicas: dict[int, SimulatedReplica] = {}
-        """By slot. A replica that waits for its devices is not among them, unless it sleeps."""
+        """By slot. A replica that waits for its devices is not included, unless it sleeps."""
         self.agenda: Agenda[SimulatedEvent] = Agenda()
         self.drawing = False
-        """Whether actors load weights as soon as they are up."""
+        """Whether actors load weights as soon as they have started."""
         self._states: list[ReplicaState | None] = [None] * len(self.slot_setups)
         self._touched: set[int] = set()
         """Slots whose `_states` may be out of date."""
@@ -53,34 +54,35 @@ class SimulatedFleet:
         self._nodes: dict[str, float] = {}
         self._gone_s = [0.0] * len(self.slot_setups)
         self._up_s = [0.0] * len(self.slot_setups)
-        """By slot: when the last start or wake-up that has started is, or will be, over."""
+        """By slot: when the last start or wake-up ends."""
         self._turns = [0] * len(self.slot_setups)
         self._lives = [0] * len(self.slot_setups)
         seeds = np.random.SeedSequence(setup.seed).spawn(len(setup.actors))
         self._random = [np.random.default_rng(seed) for seed in seeds]
         self._step = 0
         self._pulled_s: dict[str, float] = {}
-        """By node that is not the learner's: when it has, or will have, the weights that count."""
+        """By node other than the learner's: when it has, or will have, the current weights."""
         self._given_s = 0.0
-        """Until when the learner's node gives weights to other nodes."""
+        """Until when the learner's node sends weights to other nodes."""
 
     def name(self, slot: int) -> str:
-        """The name of a slot in messages."""
+        """Return the name of a slot in messages."""
         return f"slot {slot} ({self._functions[slot]})"
 
     def beside(self) -> list[str]:
-        """Names of the replicas that hold a share of their own."""
+        """Return the names of the replicas that hold a share of their own."""
         return [self._label(slot) for slot, slot_setup in enumerate(self.slot_setups) if slot_setup.beside]
 
     def state(self, slot: int) -> ReplicaState | None:
-        """The state of the replica at a slot; STARTING from when it was asked for."""
+        """Return the state of the replica at a slot; STARTING from the request on."""
         if slot in self._waiting:
             return ReplicaState.STARTING
         replica = self.replicas.get(slot)
         return None if replica is None else replica.life.state
 
     def states(self) -> list[ReplicaState | None]:
-        """`[slots]`: the state of each; STALE for one that sleeps, or wakes. The fleet's own list: read only."""
+        """Return the state of each slot, `[slots]`; STALE for a sleeping or waking replica. The list is the fleet's
+        own: read only."""
         for slot in self._touched:
             replica = self.replicas.get(slot)
             away = replica is not None and (replica.asleep or replica.waking)
@@ -89,27 +91,27 @@ class SimulatedFleet:
         return self._states
 
     def awake_or_asked(self, slot: int) -> bool:
-        """Whether the replica at a slot is awake, or a start of one was asked for."""
+        """Return whether the replica at a slot is awake, or its start was requested."""
         return self.state(slot) not in (None, ReplicaState.SLEEPING)
 
     def expects(self, slot: int) -> bool:
-        """Whether a policy may assign samples to a slot: its replica is awake or asleep, or was asked for."""
+        """Return whether a policy may assign samples to a slot: its replica is awake, asleep or requested."""
         return self.state(slot) is not None
 
     def wake_actors(self, at_s: float) -> None:
-        """Wakes the actors that sleep, at the start of a step's generation."""
+        """Wake the sleeping actors at the start of a step's generation."""
         for slot in range(len(self.setup.actors)):
             if self.state(slot) is ReplicaState.SLEEPING:
                 self.start(slot, at_s)
 
     def bring_up(self) -> None:
-        """Starts what a run that is under way has; what shares devices with it comes up when its turn comes."""
+        """Start the replicas of a run that is under way; those that share devices with them start in their turn."""
         for slot in self._under_way:
             if self._devices.held(slot) is None:
                 self.start(slot, 0.0)
 
     def start(self, slot: int, at_s: float) -> None:
-        """Asks for a replica: starts it, or wakes the one that sleeps there. Raises SimulationError if one is awake."""
+        """Request a replica: start it, or wake the one that sleeps there. Raises SimulationError if one is awake."""
         self._check(slot)
         if self.awake_or_asked(slot):
             raise SimulationError(f"{self.name(slot)} is {self.state(slot)} already; Release it before a Start")
@@ -119,12 +121,12 @@ class SimulatedFleet:
         self.pass_turns(at_s)
 
     def start_later(self, slot: int, at_s: float) -> None:
-        """Asks for a start at a later time. An earlier start at the same slot voids it."""
+        """Request a start at a later time. An earlier start at the same slot voids it."""
         self._check(slot)
         self.agenda.add(at_s, Due(slot, self._turns[slot]))
 
     def release(self, slot: int, at_s: float) -> None:
-        """Drains a replica without work, and gives its devices back.
+        """Drain a replica without work, and give its devices back.
 
         Raises SimulationError for a slot without replica, and for the learner, which keeps the run's state.
         """
@@ -141,7 +143,7 @@ class SimulatedFleet:
         self.pass_turns(at_s)
 
     def require_weights(self, step: int, at_s: float) -> None:
-        """From `at_s` on, actors need the weights after `step` training steps: actors with other weights are STALE."""
+        """Require the weights after `step` training steps from `at_s` on: actors with other weights become STALE."""
         self._expect(step)
         self._touched.update(actors := range(len(self.setup.actors)))
         for slot, replica in self.replicas.items():
@@ -149,14 +151,17 @@ class SimulatedFleet:
                 replica.note(replica.life.ask(version_of(step), at_s))
 
     def sync(self, at_s: float) -> None:
-        """All STALE actors start to load the weights together."""
+        """Start to load the weights on all STALE actors together."""
         stale = [slot for slot, replica in self.replicas.items() if replica.state is ReplicaState.STALE]
         for slot in stale:
             self._load(slot, at_s)
 
     def load_in_flight(self, step: int, at_s: float, reload: Callable[[int, float, float], float]) -> None:
-        """Have all actors load the weights after `step` training steps while they generate; `reload` has their engines
-        do it, and returns when they start. An actor that loads other weights, as after its start, loads again."""
+        """Load the weights after `step` training steps on all actors while they generate.
+
+        `reload` makes the engine of an actor load them, and returns when the load starts. An actor that is loading
+        other weights, as after its start, loads again.
+        """
         up = {slot: self.replicas[slot] for slot in range(len(self.setup.actors)) if slot in self.replicas}
         self._expect(step)
         version = version_of(step)
@@ -170,7 +175,7 @@ class SimulatedFleet:
             self._called_load(up[slot], begin_s, begin_s + load_s)
 
     def handle(self, at_s: float, event: Due | Up | WeightsLoaded | SpotInterrupted) -> bool:
-        """Carries out an event. Returns False for an event of an earlier turn or life of its slot, which is void."""
+        """Carry out an event. Return False for a void event, of an earlier turn or life of its slot."""
         self._touched.add(event.slot)
         if isinstance(event, Due):
             void = event.turn != self._turns[event.slot] or self.awake_or_asked(event.slot)
@@ -190,12 +195,13 @@ class SimulatedFleet:
         return self._up(event.slot, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
 
     def reacquire_s(self, slot: int, at_s: float) -> float:
-        """Seconds until a slot's node is provisioned, if it is asked for at `at_s` or was asked for before."""
+        """Return the seconds until a slot's node is provisioned if it is requested at `at_s`, or was requested
+        before."""
         there_s = self._nodes.get(self.slot_setups[slot].node, at_s + self.setup.node_s)
         return max(there_s - at_s, 0.0)
 
     def stuck(self) -> str:
-        """Says which replica waits for a device that another one holds; empty if none waits."""
+        """Return a message about a replica that waits for a device held by another; empty if none waits."""
         for slot in self._waiting:
             held = self._devices.held(slot)
             if held is not None:
@@ -206,7 +212,7 @@ class SimulatedFleet:
         return ""
 
     def close(self, at_s: float) -> None:
-        """All replicas give their devices back."""
+        """Give back the devices of all replicas."""
         for replica in self.replicas.values():
             replica.end(max(at_s, replica.busy_s, replica.life.since_s))
         self.replicas.clear()
@@ -220,8 +226,8 @@ class SimulatedFleet:
         return f"{self._functions[slot]}-{slot}"
 
     def pass_turns(self, at_s: float) -> None:
-        """Starts waiting replicas whose devices are free, or belong to functions without work left, in the order in
-        which they were asked for."""
+        """Start waiting replicas whose devices are free or belong to functions without work left, in order of
+        request."""
         for slot, asked_s in list(self._waiting.items()):
             while (held := self._devices.held(slot)) is not None and self._may_sleep(held[1]):
                 self._sleep(held[1], at_s)
@@ -255,8 +261,8 @@ class SimulatedFleet:
         self.agenda.add(at_s, Up(slot, self._turns[slot]))
 
     def _acquired(self, slot: int, at_s: float) -> tuple[float, float]:
-        """Takes the devices of a slot. Returns from when its replica holds them, and how many seconds longer it waits
-        for the devices that had been given back: it pays for the rest meanwhile."""
+        """Take the devices of a slot; return when its replica holds them, and how many more seconds it waits for
+        devices that had been given back, paying for the others meanwhile."""
         some, every = self._devices.gone(slot, at_s)
         lag_s = self.setup.terms.reacquire_s if some else 0.0
         begin_s = at_s + lag_s if every else at_s
@@ -264,7 +270,7 @@ class SimulatedFleet:
         return begin_s, 0.0 if every else lag_s
 
     def _may_sleep(self, slot: int) -> bool:
-        """Whether the turn of the replica at a slot may end; one that starts or loads its weights continues."""
+        """Return whether the turn of a slot's replica may end; a replica that starts or loads weights continues."""
         replica = self.replicas.get(slot)
         resting = replica is not None and replica.state in (ReplicaState.STALE, ReplicaState.SERVING)
         return resting and self._idle(slot)
@@ -278,7 +284,7 @@ class SimulatedFleet:
         self._devices.give(slot, self._gone_s[slot])
 
     def _end(self, slot: int, at_s: float, free_s: float | None = None) -> None:
-        """Ends the life of a replica; its devices are free from `free_s` on."""
+        """End the life of a replica; its devices are free from `free_s` on."""
         replica = self.replicas.pop(slot)
         replica.end(at_s)
         self._gone_s[slot] = at_s if free_s is None else free_s
@@ -305,14 +311,17 @@ class SimulatedFleet:
         return True
 
     def _expect(self, step: int) -> None:
-        """The weights after `step` training steps count from now on: no node but the learner's has them yet."""
+        """Make the weights after `step` training steps the current ones: only the learner's node has them yet."""
         if step != self._step:
             self._step = step
             self._pulled_s.clear()
 
     def _loaded_s(self, slot: int, at_s: float) -> float:
-        """When an actor that starts at `at_s` has loaded the weights. Its node pulls them first, once for all its
-        actors; the learner's node gives them to one node after the other, which ends when all at once would."""
+        """Return when an actor that starts at `at_s` has loaded the weights.
+
+        Its node pulls them first, once for all its actors. The learner's node sends them to one node after the other,
+        which ends when sending to all at once would.
+        """
         transport, node = self.setup.transport, self.slot_setups[slot].node
         if transport.pulls(node):
             if node not in self._pulled_s:
@@ -339,7 +348,7 @@ class SimulatedFleet:
 
 
 ROUNDING_S = 1e-6
-"""A device that is taken again within this time counts as held all along."""
+"""A device that is taken again within this time counts as held throughout."""
 
 
 class Devices:
@@ -355,27 +364,27 @@ class Devices:
         self._free_s: dict[str, float] = {}
 
     def change(self, slot: int, slot_setup: SlotSetup) -> None:
-        """Other devices for a slot, which holds none now."""
+        """Replace the devices of a slot that holds none now."""
         self._devices[slot] = _in_turn(slot_setup)
 
     def held(self, slot: int) -> tuple[str, int] | None:
-        """A device that a slot needs and another slot holds, and that other slot."""
+        """Return a device that a slot needs and another slot holds, with that other slot."""
         for device in self._devices[slot]:
             if device in self._holder:
                 return device, self._holder[device]
         return None
 
     def free_s(self, slot: int) -> float:
-        """The time from which the devices of a slot are free; it may be in the future."""
+        """Return the time from which the devices of a slot are free; it may be in the future."""
         return max((self._free_s.get(device, 0.0) for device in self._devices[slot]), default=0.0)
 
     def gone(self, slot: int, at_s: float) -> tuple[bool, bool]:
-        """Whether any device, and whether every device of a slot was given back and is no longer paid for."""
+        """Return whether any device, and whether every device, of a slot was given back and is no longer paid for."""
         gone = [device in self._free_s and at_s > self._paid_until_s(device) for device in self._devices[slot]]
         return any(gone), bool(gone) and all(gone)
 
     def take(self, slot: int, at_s: float) -> None:
-        """Holds the devices of a slot from `at_s` on: their leases continue if they are still paid for."""
+        """Hold the devices of a slot from `at_s` on: their leases continue if they are still paid for."""
         for device in self._devices[slot]:
             self._holder[device] = slot
             if device not in self._since_s or at_s > self._paid_until_s(device):
@@ -386,7 +395,7 @@ class Devices:
         return max(self._terms.paid_until_s(self._since_s[device], free_s), free_s) + ROUNDING_S
 
     def give(self, slot: int, at_s: float) -> None:
-        """Frees the devices of a slot from `at_s` on."""
+        """Free the devices of a slot from `at_s` on."""
         for device in self._devices[slot]:
             del self._holder[device]
             self._free_s[device] = at_s

@@ -1,7 +1,7 @@
-"""Generating the samples of one step: the slot of each sample, and the moves between slots.
+"""Generate the samples of one step: the slot of each sample, and the moves between slots.
 
-Between two events every engine runs by itself, in closed form. `rlhfless.scaling.assignment` has the rules: which slot
-has which sample, and which answers of the policy are refused.
+Between two events every engine runs independently, in closed form. `rlhfless.scaling.assignment` has the rules: which
+slot has which sample, and which answers of the policy are refused.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class SharedEngines:
     """The engines of a fleet that generates several steps at once."""
 
     def __init__(self, actors: Sequence[ActorShape], steps: int, samples: int, nodes: int) -> None:
-        """For so many steps of at most so many samples, prompts and shared prefixes."""
+        """Reserve `steps` times the rows for `samples` samples and `nodes` prompts and shared prefixes."""
         self.free = rows_of(steps, samples, nodes)
-        """Rows of no step."""
+        """Rows that belong to no step."""
         self.pools = _pools(actors, self.free[0].table)
 
     def give_back(self, rows: Rows) -> None:
-        """Rows are for another step from now on: no cache has its prompts."""
+        """Return rows for use by another step, removing their prompts from all caches."""
         for pool in self.pools:
             pool.memory.idle[:, rows.nodes] = 0
         self.free.append(rows)
@@ -45,7 +45,7 @@ class Generation:
     def __init__(
         self, fleet: SimulatedFleet, batch: RolloutBatch, begun_s: float, shared: SharedEngines | None = None
     ) -> None:
-        """`shared`: with other steps. The rows of its samples there are given back by `give_back`."""
+        """Create the generation of a step; with `shared`, next to other steps, in rows that `give_back` returns."""
         self._shared = shared
         self.progress = StepProgress(batch, begun_s, None if shared is None else shared.free.pop(0))
         table, links, actors = self.progress.table, fleet.setup.links, fleet.setup.actors
@@ -53,13 +53,13 @@ class Generation:
         self.preemptions = 0
         """Preemptions of engines that have been billed."""
         self.computed_tokens = 0
-        """Prompt tokens that engines which have been billed computed, in precomputations, too."""
+        """Prompt tokens computed by engines that have been billed, including precomputation."""
         self.evicted_tokens = 0
-        """Of these tokens, the ones that the same engine had computed before, and evicted from its cache."""
+        """Prompt tokens, among those, that the same engine had computed before and evicted from its cache."""
         self._fleet = fleet
         self._links = links
         self._waiting: dict[int, list[tuple[Ints, float | Floats]]] = {}
-        """By slot whose actor does not serve yet: the samples that wait for it, and when they arrive."""
+        """By slot whose actor does not serve yet: the samples that wait for it, and their arrival times."""
         self._engines: dict[tuple[int, int], SimulatedEngine] = {}
         """By slot and life: the engine of a replica that has had samples of the step."""
         self._pools = _pools(actors, self.progress.at.table) if shared is None else shared.pools
@@ -67,7 +67,7 @@ class Generation:
 
     @property
     def unfinished(self) -> int:
-        """How many samples have not finished."""
+        """The number of unfinished samples."""
         return self.progress.unfinished
 
     @property
@@ -81,9 +81,9 @@ class Generation:
         return any(pool.running.any() or pool.waiting.any() for pool in self._pools)
 
     def counts(self) -> tuple[list[int], list[int]]:
-        """`[slots]`: how many samples run at each slot, and how many wait there."""
+        """Return how many samples run and how many wait at each slot, each `[slots]`."""
         running, waiting = np.zeros((2, len(self._fleet.slot_setups)), dtype=np.int64)
-        if self._shared is not None:  # the engines have samples of other steps, too
+        if self._shared is not None:  # the engines also have samples of other steps
             home, begun = self.assignment.home, ~np.isnan(self.progress.table.sample["start_s"])
             np.add.at(running, home[begun & (home >= 0)], 1)
             np.add.at(waiting, home[~begun & (home >= 0)], 1)
@@ -96,16 +96,16 @@ class Generation:
         return running.tolist(), waiting.tolist()
 
     def advance(self, now_s: float) -> None:
-        """Brings all engines to `now_s`."""
+        """Advance all engines to `now_s`."""
         for pool in self._pools:
             pool.advance(now_s)
 
     def assign(self, assign: Assign, at_s: float) -> None:
-        """Raises PolicyFault for what rlhfless.scaling.assignment refuses."""
+        """Assign samples to a slot. Raises PolicyFault for an assignment that rlhfless.scaling.assignment refuses."""
         self._give(assign.slot, self.assignment.checked_assign(assign), at_s)
 
     def move(self, move: Move, now_s: float) -> None:
-        """Raises PolicyFault for what rlhfless.scaling.assignment refuses."""
+        """Move samples to another slot. Raises PolicyFault for a move that rlhfless.scaling.assignment refuses."""
         samples = self.assignment.checked_move(move)
         leave_s, engine = now_s, self._engine_of(move.source)
         if engine is not None and len(samples):
@@ -115,14 +115,14 @@ class Generation:
         self._give(move.target, moved, leave_s + self._links.move_s)
 
     def serving(self, slot: int, at_s: float) -> None:
-        """The actor at a slot serves from `at_s` on: what waited for it starts."""
+        """Start the samples that wait for an actor that serves from `at_s` on."""
         for samples, there_s in self._waiting.pop(slot, []):
             if len(samples):
                 self._submit(slot, samples, np.maximum(there_s, at_s))
 
     def lost(self, slot: int, at_s: float) -> tuple[float, Ints]:
-        """The actor at a slot crashes, and its samples are unassigned. Returns when that took effect (a Move may have
-        waited for the end of an iteration), and the samples."""
+        """Crash the actor at a slot, and unassign its samples. Return when that took effect (a Move may have waited for
+        the end of an iteration), and the samples."""
         engine = self._engine_of(slot)
         if engine is not None:
             at_s = max(at_s, engine.now_s)
@@ -132,14 +132,15 @@ class Generation:
         return at_s, self.assignment.lose(slot)
 
     def leave(self, slot: int) -> None:
-        """Bills the engine of an actor before its release. Raises PolicyFault if the actor has samples left."""
+        """Bill the engine of an actor before its release. Raises PolicyFault if the actor has unfinished samples."""
         self.assignment.check_release(slot)
         engine = self._engine_of(slot)
         if engine is not None:
             self._bill(self._fleet.replicas[slot], engine)
 
     def hand_back(self, at_s: float) -> float:
-        """Takes all samples out of the engines, to be left to later steps; returns when the last engine has stopped."""
+        """Take all samples out of the engines, deferring them to later steps, and return when the last engine
+        stopped."""
         for slot in self._fleet.replicas:
             if (engine := self._engine_of(slot)) is not None:
                 at_s = max(at_s, engine.abort(engine.resident, at_s))
@@ -148,29 +149,29 @@ class Generation:
         return at_s
 
     def reload(self, slot: int, at_s: float, load_s: float) -> float:
-        """The actor at a slot loads weights during its samples; returns when it starts."""
+        """Load weights into the actor at a slot while it generates; return when the load starts."""
         engine = self._engine_of(slot)
         return at_s if engine is None else engine.reload(at_s, load_s)
 
     def close(self) -> None:
-        """Bills all engines; none has samples of the step left."""
+        """Bill all engines, none of which has samples of the step left."""
         for slot, replica in self._fleet.replicas.items():
             engine = self._engine_of(slot)
             if engine is not None:
                 self._bill(replica, engine)
 
     def draws_at(self, slot: int) -> bool:
-        """Whether samples of the step belong to a slot."""
+        """Return whether samples of the step belong to a slot."""
         return bool((self.assignment.home == slot).any())
 
     def give_back(self) -> None:
-        """The step has been learned from: its rows are for another one, and it keeps a copy."""
+        """Release the rows of a learned step for another one, keeping a copy."""
         if self._shared is not None:
             self._shared.give_back(self.progress.at)
             self.progress.table = self.progress.table.copied()
 
     def _engine(self, slot: int, at_s: float) -> SimulatedEngine:
-        """The engine of an actor that serves; a new one if it had none for this step."""
+        """Return the engine of a serving actor, opening one if it has none for this step."""
         engine = self._engine_of(slot)
         if engine is None:
             life, slowdown = self._fleet.replicas[slot].number, self._fleet.setup.actors[slot].slowdown
@@ -179,7 +180,6 @@ class Generation:
         return engine
 
     def _engine_of(self, slot: int) -> SimulatedEngine | None:
-        """The engine of a slot, if it has one for this step."""
         replica = self._fleet.replicas.get(slot)
         return None if replica is None else self._engines.get((slot, replica.number))
 
@@ -193,7 +193,7 @@ class Generation:
             self._waiting.setdefault(slot, []).append((samples, at_s))
 
     def _submit(self, slot: int, samples: Ints, at_s: float | Floats) -> None:
-        """Gives samples to an actor that serves; the prefixes that their prompts share come before them."""
+        """Submit samples to a serving actor, after precomputing the prefixes that their prompts share."""
         engine, batch = self._engine(slot, float(np.min(at_s))), self.progress.batch
         if self._fleet.setup.prefixes.planned and len(batch.tree):
             prefixes = [batch.groups + each for each in batch.tree.to_precompute(np.unique(batch.group[samples]))]
@@ -202,7 +202,7 @@ class Generation:
         engine.submit(samples, at_s)
 
     def _precompute(self, slot: int, engine: SimulatedEngine, prefixes: Sequence[int], at_s: float) -> float:
-        """Compute prefixes on an actor in a call of their own; returns when it has them."""
+        """Compute prefixes on an actor in a separate call, and return when it ends."""
         done = engine.precompute(prefixes, at_s, self._links.move_s)
         self.computed_tokens += done.computed_tokens
         self._fleet.replicas[slot].called(
@@ -217,7 +217,7 @@ class Generation:
         return done.end_s
 
     def _take_back(self, slot: int, samples: Ints) -> None:
-        """Takes samples from the queue of a slot that does not serve yet."""
+        """Remove samples from the queue of a slot that does not serve yet."""
         held = self._waiting.pop(slot, [])
         if held:
             kept = [(waiting, ~np.isin(waiting, samples), there_s) for waiting, there_s in held]
@@ -226,12 +226,12 @@ class Generation:
             ]
 
     def _bill(self, replica: SimulatedReplica, engine: SimulatedEngine) -> None:
-        """Records one call per span of work; the last call has the tokens."""
+        """Record one call per span of work; the last call has the tokens."""
         step, begun_s, counted = self.progress.batch.step, self.progress.begun_s, engine.settle()
         self.preemptions += counted["preempted"]
         self.computed_tokens += counted["prefilled"]
         self.evicted_tokens += counted["evicted"]
-        # Beside other steps an engine has worked before this one, and works on.
+        # With shared engines, an engine may work before and after this step.
         until_s = math.inf if self._shared is None or self.unfinished else self.end_s
         periods = clip(engine.periods, begun_s, until_s)
         for number, (start_s, end_s) in enumerate(periods, 1):
@@ -248,7 +248,7 @@ class Generation:
 
 
 def _pools(actors: Sequence[ActorShape], table: Table) -> list[EnginePool]:
-    """A pool for all actors of one shape and latency model."""
+    """Create one pool for all actors of each shape and latency model."""
     slots: dict[tuple[EngineShape, PricedModel], list[int]] = {}
     for slot, actor in enumerate(actors):
         slots.setdefault((actor.engine, actor.prices), []).append(slot)

@@ -21,18 +21,18 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How long weights take to the actors. Raises ValueError for a rate of 0 or less."""
+    """The time to bring weights to the actors. Raises ValueError for a rate of 0 or less."""
 
     kind: SimulatedTransport
     load_bytes_per_s: float
-    """Rate at which an actor takes in a version: from its node's memory, or by a broadcast."""
+    """Rate at which an actor loads a version, from its node's memory or by a broadcast."""
     fixed_s: float
     size_bytes: int
     home: str | None = None
     """The node of the learner's first rank, from which each other node pulls a version before its actors load it; None
     if no node pulls."""
     pull_bytes_per_s: float = math.inf
-    """Rate at which the home node gives to all others together."""
+    """Rate at which the home node sends to all others together."""
 
     def __post_init__(self) -> None:
         for name in ("load_bytes_per_s", "pull_bytes_per_s"):
@@ -41,16 +41,16 @@ class Transport:
 
     @property
     def load_s(self) -> float:
-        """Seconds of a load of a version that is in the actor's node, or is broadcast."""
+        """Seconds to load a version that is in the actor's node, or is broadcast."""
         return self.fixed_s + self.size_bytes / self.load_bytes_per_s
 
     @property
     def pull_s(self) -> float:
-        """Seconds in which the home node gives a version to another one."""
+        """Seconds for the home node to send a version to another node."""
         return self.size_bytes / self.pull_bytes_per_s
 
     def pulls(self, node: str) -> bool:
-        """Whether a node has to pull a version."""
+        """Return whether a node has to pull a version."""
         return self.home not in (None, node)
 
 
@@ -61,7 +61,7 @@ class Links:
     heartbeat_s: float
     """Seconds between two heartbeats of a step."""
     move_s: float
-    """Seconds until a sample is at another actor, by its tokens."""
+    """Seconds to move a sample, by its tokens, to another actor."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_s > 0:
@@ -70,7 +70,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
-    """How a run computes shared prefixes, next to each engine's own cache."""
+    """How a run computes shared prefixes, in addition to each engine's own cache."""
 
     planned: bool = False
     """Whether policies know the prefixes of the prompts. Actors then compute a prefix before the samples that start
@@ -81,19 +81,19 @@ class PrefixUse:
 
 @dataclass(frozen=True, slots=True)
 class SlotSetup:
-    """A slot for one replica, and the times of its starts."""
+    """A slot for one replica, and its start, sleep and wake times."""
 
     allocation: Allocation
     node: str
     start_s: float
-    """A cold start, from the process's start until it is up; for generation without the weights."""
+    """Seconds of a cold start, from process start until it has started; for generation without loading the weights."""
     sleep_s: float = 0.0
-    """Seconds until its devices' memory is free for another function, once the replica is to sleep."""
+    """Seconds from the request to sleep until its devices' memory is free for another function."""
     wake_s: float = 0.0
-    """Seconds until a sleeping replica is up again; for generation without the weights."""
+    """Seconds to wake a sleeping replica; for generation without loading the weights."""
     beside: bool = False
-    """Its replica may be awake at the same time as others on its devices: CPU cores, or a device with memory for both.
-    The times of these functions must then be their times side by side. Others take turns on a device."""
+    """Whether its replica may be awake at the same time as others on its devices: CPU cores, or a device with memory
+    for both. The times of these functions must then be measured side by side. Other replicas take turns on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class ServiceShape:
     """Seconds per token of prompt and response."""
     update_fixed_s: float = 0.0
     update_token_s: float = 0.0
-    """Of its own update of a step, before the learner's: a fixed part, and per token of prompt and response of each
-    pass. Functions that do not learn have none."""
+    """Its own update of a step, before the learner's: a fixed time, and a time per token of prompt and response in each
+    pass. Both are 0 for functions that do not learn."""
     epochs: int = 1
     """Passes of its update over the batch."""
 
@@ -141,22 +141,22 @@ class ServiceShape:
 
 @dataclass(frozen=True, slots=True)
 class LearnerShape:
-    """The slot of the learner, with the seconds of a fixed part and per token of prompt and response."""
+    """The slot of the learner, with a fixed time and times per token of prompt and response."""
 
     slot_setup: SlotSetup
     fixed_s: float
     evaluate_token_s: float
-    """Over all tokens; 0 with one update per batch, which needs no pass before it."""
+    """Over all tokens; 0 with one update per batch, which needs no evaluation pass."""
     learn_token_s: float
-    """Of each pass over the batch."""
+    """Per pass over the batch."""
     publish_s: float
     parts: int = 1
-    """Mini-batches times ranks: each part of a batch forwards its shared prefixes by itself."""
+    """Mini-batches times ranks: each part of a batch forwards its own shared prefixes."""
     epochs: int = 1
     """Passes over the batch."""
     paid_around: tuple[float, float] | None = None
-    """It gives its devices back after its work of a step: seconds before and after in which they are paid for. None: it
-    keeps them."""
+    """Seconds before and after its work of a step in which its devices are paid for, if it gives them back after the
+    work; None if it keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +173,10 @@ class Setup:
     links: Links
     max_staleness: int
     """Steps that may be generated before they are learned from. With 0 the next step starts when the weights of this
-    one are published; else when its generation has ended and no more than these wait for the learner, with the newest
-    weights, so that generation and learning overlap."""
+    one are published. Otherwise generation and learning overlap: it starts, with the newest weights, when the
+    generation of this step has ended and at most this many steps wait for the learner."""
     node_s: float
-    """Seconds to provision a node that has not been used yet, or a machine in place of one that was taken away."""
+    """Seconds to provision a node that was not used yet, or a replacement for a machine that was taken away."""
     max_tokens: int
     """The longest response."""
     seed: int
@@ -184,13 +184,14 @@ class Setup:
     """The cost of giving a device back and taking it again."""
     prefixes: PrefixUse = PrefixUse()
     warm: bool = False
-    """The run is under way when the simulation starts: what a live run waits for before its first step is up."""
+    """Whether the run is under way when the simulation starts, with everything started that a live run waits for before
+    its first step."""
     in_flight: bool = False
-    """Actors load the weights that are published at once, while they generate, and compute the KV of their samples
-    again; else between two steps."""
+    """Whether actors load published weights at once, while they generate, and recompute the KV of their samples;
+    otherwise they load between two steps."""
     fewest_actors: int = 0
-    """A release that would leave fewer is not carried out, as live (`scaling.generation.min_actors`), and a run that is
-    under way has so many; with 0 all."""
+    """The number of actors below which a release is not carried out, as live (`scaling.generation.min_actors`), and
+    with which a run that is under way starts; 0: it starts with all."""
 
     def __post_init__(self) -> None:
         if self.max_staleness and self._takes_turns():
@@ -217,7 +218,7 @@ class Setup:
 
     @property
     def under_way(self) -> tuple[int, ...]:
-        """Slots whose replicas are up before the first step."""
+        """Slots whose replicas have started before the first step."""
         if not self.warm:
             return ()
         fewest = self.fewest_actors or len(self.actors)
@@ -230,7 +231,7 @@ class Setup:
         return (*(FunctionRole.SAMPLES for _ in self.actors), *services, FunctionRole.UPDATES)
 
     def _takes_turns(self) -> bool:
-        """Whether the learner shares a device with an actor that it may not be awake next to."""
+        """Return whether the learner takes turns with an actor on a device."""
         alone = {
             device.name
             for actor in self.actors
@@ -241,7 +242,8 @@ class Setup:
         return not learner.beside and any(device.name in alone for device in learner.allocation.devices)
 
     def _check_shares(self) -> None:
-        """Replicas side by side hold their shares at once; of replicas that take turns, the largest share counts."""
+        """Check the shares of each device: those held side by side add up, and of those that take turns the largest
+        counts."""
         beside: dict[str, float] = defaultdict(float)
         in_turn: dict[str, float] = defaultdict(float)
         for slot_setup in self.slot_setups:

@@ -1,12 +1,12 @@
-"""Whole RLHF steps: sync, generate, score and reference as groups complete, evaluate, learn, publish.
+"""Run whole RLHF steps: sync, generate, score and reference as groups complete, evaluate, learn, publish.
 
-A service or the learner that gets work without a replica is started then: a service at its first complete group, the
+A service or the learner without a replica is started when it gets work: a service at its first complete group, the
 learner when all services have finished the step. Only the policy starts generation actors. Functions that share a
-device take turns there by themselves: a turn ends when the function has no work of its phase left, and another one has.
+device take turns on it: a turn ends when the function has no work left in its phase and another function has some.
 
 The policy is asked at every event of `rlhfless.scaling.policy`; heartbeats come while samples are generated. Where
-steps overlap the events of a step's services and learner come while the next step is generated; their views show their
-own step.
+steps overlap, the events of a step's services and learner arrive while the next step is generated; their views show
+their own step.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from rlhfless.sim.setup import Setup
 from rlhfless.sim.view import Window, fleet_view, with_waits
 
 MAX_IDLE_QUERIES, MAX_QUERIES = 1_000, 100_000
-"""Limits on consecutive queries of a policy between which no engine works: without a due event, and with one (a policy
-that starts and releases replicas in a loop)."""
+"""Limits on consecutive policy queries without engine work in between: with no due event, and with one (a policy that
+starts and releases replicas in a loop)."""
 
 
 LOOKS, LOOK_S = 32, 0.001
-"""A run notices at once that a step has as many groups as it learns from; the simulator, so often between two
-heartbeats, but no more often than an engine ends an iteration."""
+"""A run notices at once that a step has enough complete groups to learn from. The simulator checks LOOKS times between
+two heartbeats, at most every LOOK_S, never more often than an engine ends an iteration."""
 
 
 class Simulation:
-    """A run on the virtual clock, which starts at 0 without any replica."""
+    """A run on the virtual clock, which starts at 0 without replicas."""
 
     def __init__(self, setup: Setup, policy: Policy, prices: PriceBook) -> None:
         self.setup = setup
@@ -71,9 +71,9 @@ class Simulation:
         self._services = dict(enumerate(setup.services, first))
         self._learner = first + len(setup.services)
         self._steps: list[StepUnderWay] = []
-        """Steps in progress, oldest first; the last is being generated, or has been."""
+        """Steps in progress, oldest first; the last is being generated, or was generated last."""
         self._shared: SharedEngines | None = None
-        """The engines of a run that generates several steps at once: one that takes in weights during generation."""
+        """The engines of a run that generates several steps at once, loading weights during generation."""
         self._begun = self._learned = 0
         self._heartbeat_s = 0.0
         self._drawn_s = -math.inf
@@ -82,10 +82,11 @@ class Simulation:
         """Queries of the policy since an engine or a service last worked."""
 
     def step(self, batch: RolloutBatch) -> Generation:
-        """Generates the samples of a step, and runs until the next step may start: to its end, or, with
-        `max_staleness`, to the end of the step that many steps before.
+        """Generate the samples of a step, and run until the next step may start.
 
-        Raises SimulationError for a fault of the policy (rlhfless.scaling.assignment), or one that leaves a replica
+        That is the end of this step or, with `max_staleness`, the end of the step that many steps before.
+
+        Raises SimulationError for a fault of the policy (rlhfless.scaling.assignment) or one that leaves a replica
         waiting for ever; ValueError for a response beyond `max_tokens`.
         """
         longest = int(batch.response_tokens.max(initial=0))
@@ -98,7 +99,7 @@ class Simulation:
             while self.fleet.agenda.next_s <= self.now_s:
                 self._handle_next()
         off = self.setup.max_staleness
-        if not self._drawn:  # else actors take in weights while they generate
+        if not self._drawn:  # otherwise actors load weights while they generate
             newest = self._learned if self.setup.in_flight else 0
             self.fleet.require_weights(max(self._begun - off, newest), self.now_s)
         self._begun += 1
@@ -108,8 +109,10 @@ class Simulation:
         return under_way.generation
 
     def reserve(self, batches: Sequence[RolloutBatch]) -> None:
-        """Make room for steps of the size of the largest of these. Where steps are generated at once, this comes before
-        the first, unless none is larger."""
+        """Reserve room for steps as large as the largest of these.
+
+        If steps are generated at once, call it before the first step, unless no later step is larger.
+        """
         if self.setup.in_flight and self.setup.max_staleness:
             samples = max(batch.samples for batch in batches)
             nodes = max(batch.groups + len(batch.tree) for batch in batches)
@@ -122,11 +125,11 @@ class Simulation:
 
     @property
     def _current(self) -> list[StepUnderWay]:
-        """The steps that are being generated, or the last one that was."""
+        """The steps that are being generated, or the last generated step."""
         return self._drawn or self._steps[-1:]
 
     def close(self) -> Trace:
-        """Ends the run, releases all replicas, and returns the trace, without a row per response."""
+        """End the run, release all replicas, and return the trace, without a row per response."""
         while self._steps:
             self._advance()
         self.fleet.close(self.now_s)
@@ -152,7 +155,7 @@ class Simulation:
         return under_way
 
     def _advance(self) -> None:
-        """Advances to the next event."""
+        """Advance to the next event."""
         drawn = self._drawn
         until_s = max(self.now_s, min(self.fleet.agenda.next_s, self._heartbeat_s if drawn else math.inf))
         if math.isinf(until_s):
@@ -168,15 +171,16 @@ class Simulation:
         self._start_needed()
 
     def _draw(self, drawn: Sequence[StepUnderWay], until_s: float) -> bool:
-        """Advances generation to `until_s`. Returns whether that of a step has ended; then the clock is at its end."""
-        if until_s > self._drawn_s:  # what starts at an instant ends no iteration in it
+        """Advance generation to `until_s`. If a step's generation ended, set the clock to its end and return True."""
+        if until_s > self._drawn_s:  # work that starts at an instant ends no iteration in it
             until_s = self._drawn_s = self._drawn_until(drawn[-1].generation, until_s)
             self._start_needed()
         first = min(drawn, key=lambda step: math.inf if step.generation.unfinished else step.generation.end_s)
         return self._end_draw(first, until_s)
 
     def _drawn_until(self, generation: Generation, until_s: float) -> float:
-        """Advances generation to `until_s`, or until a step that leaves groups to later ones has enough."""
+        """Advance generation to `until_s`, or until a step that defers groups has enough, and return the time
+        reached."""
         looks, at_s = 1, self.now_s
         if generation.progress.batch.selected is not None:
             looks = max(min(LOOKS, int((until_s - at_s) / LOOK_S)), 1)
@@ -188,7 +192,7 @@ class Simulation:
         return at_s
 
     def _end_draw(self, current: StepUnderWay, until_s: float) -> bool:
-        """Ends the generation of a step, if it has ended by `until_s`."""
+        """End the generation of a step if it has ended by `until_s`, and return whether it has."""
         generation = current.generation
         if generation.progress.has_enough:
             end_s = generation.hand_back(until_s)
@@ -220,7 +224,7 @@ class Simulation:
         self.fleet.pass_turns(self.now_s)
 
     def _loaded(self, at_s: float, event: WeightsLoaded) -> None:
-        """All actors that have loaded the weights at one instant serve before the policy gets the first event."""
+        """Let all actors that loaded the weights at one instant serve before the policy gets the first event."""
         loaded = [event, *self.fleet.agenda.pop_like(at_s, WeightsLoaded)]
         up = [event.slot for event in loaded if self.fleet.handle(at_s, event)]
         for current in self._current:
@@ -229,7 +233,7 @@ class Simulation:
             self._query([Serving(slot) for slot in up], current)
 
     def _idle(self, slot: int) -> bool:
-        """Whether the function of a slot has no work of its phase left."""
+        """Return whether the function of a slot has no work left in its phase."""
         if slot == self._learner:
             return not any(step.learning for step in self._steps)
         if slot in self._services:
@@ -261,7 +265,8 @@ class Simulation:
             self.fleet.sync(self.now_s)
 
     def _reload(self, slot: int, at_s: float, load_s: float) -> float:
-        """The actor at a slot loads weights during its samples, of all steps; returns when it starts."""
+        """Load weights into the actor at a slot while it generates samples of all steps; return when the load
+        starts."""
         return max(step.generation.reload(slot, at_s, load_s) for step in self._drawn)
 
     def _interrupted(self, at_s: float, event: SpotInterrupted) -> None:
@@ -275,8 +280,8 @@ class Simulation:
             self._query([Lost(event.slot, samples)], step)
 
     def _start_needed(self) -> None:
-        """Starts services that have work and no replica, and then the learner once all services have finished a step; a
-        learner that is up starts."""
+        """Start services that have work but no replica, and the learner once all services have finished a step; put a
+        running learner to work."""
         for slot in self._services:
             if not self.fleet.awake_or_asked(slot):
                 since_s = [step.first_s(slot) for step in self._steps if step.wants(slot)]
@@ -295,14 +300,17 @@ class Simulation:
             self.fleet.agenda.add(replica.busy_s, Worked(self._learner, first.number))
 
     def _learner_back_s(self, replica: SimulatedReplica) -> float:
-        """When the learner can start: at once if it keeps its devices; else after it has stored its state, and been
-        restored. That is done during generation, and costs time only where generation is shorter."""
+        """Return when the learner can start: at once if it keeps its devices, else after it has stored and restored its
+        state.
+
+        That happens during generation, and costs time only where generation is shorter.
+        """
         around = self.setup.learner.paid_around
         return replica.busy_s + (sum(around) if around is not None and self._learned else 0.0)
 
     def _update_services(self, step: StepUnderWay) -> bool:
-        """Whether a service that learns, such as a critic, has not finished its update of a step; if it is up, it
-        starts."""
+        """Return whether a service that learns, such as a critic, has not finished its update of a step, starting the
+        update if it can."""
         for slot, shape in self._services.items():
             if not shape.learns or slot in step.updated:
                 continue
@@ -317,8 +325,8 @@ class Simulation:
         return False
 
     def _take(self, slot: int) -> None:
-        """A service that is up takes all complete groups. With the last group of a step the end of its work is known,
-        and put on the agenda."""
+        """Give all complete groups to a running service. With the last group of a step, schedule the end of its
+        work."""
         serves = self.fleet.state(slot) is ReplicaState.SERVING
         for step in self._steps:
             if serves:
@@ -329,11 +337,11 @@ class Simulation:
                 self.fleet.agenda.add(end_s, Worked(slot, step.number))
 
     def _query(self, events: Sequence[Event], under_way: StepUnderWay) -> None:
-        """Tells the policy the events of one instant, and carries out its answer to each."""
+        """Send the policy the events of one instant, and carry out its answer to each."""
         view = under_way.window.view()
         for event in events:
             if isinstance(event, Serving) and view.slots[event.slot].state is not ReplicaState.SERVING:
-                continue  # the answer to an event before this one released it
+                continue  # the answer to an earlier event released it
             self._check_progress(under_way)
             answer = self._policy.decide(self.now_s, event, view)
             try:
@@ -344,7 +352,7 @@ class Simulation:
                 view = under_way.window.view()
 
     def _check_progress(self, under_way: StepUnderWay) -> None:
-        """Raises SimulationError after too many queries of the policy between which no engine has worked."""
+        """Raise SimulationError after too many queries of the policy without engine work in between."""
         self._queries_without_progress += 1
         due = math.isfinite(self.fleet.agenda.next_s)
         if self._queries_without_progress <= (MAX_QUERIES if due else MAX_IDLE_QUERIES):
@@ -358,7 +366,7 @@ class Simulation:
         )
 
     def _carry_out(self, answer: Sequence[Action], event: Event, under_way: StepUnderWay) -> None:
-        """Carries out an answer, and checks the state after it. Raises PolicyFault, SimulationError."""
+        """Carry out an answer, and check the resulting state. Raises PolicyFault, SimulationError."""
         generation = under_way.generation
         kept = set[int]()
         for action in answer:
@@ -371,7 +379,7 @@ class Simulation:
         generation.assignment.check_served(answer, self.fleet.expects)
 
     def _others_draw_at(self, slot: int, under_way: StepUnderWay) -> bool:
-        """Whether an actor has samples of other steps that are generated at once: it stays."""
+        """Return whether an actor has samples of other steps that are generated at once, so that it must stay."""
         others = [] if self._shared is None else [step for step in self._current if step is not under_way]
         return any(step.generation.draws_at(slot) for step in others)
 
