@@ -399,8 +399,10 @@ def clip(disjoint: list[Interval], start: float, end: float) -> list[Interval]:
 
 @dataclass(frozen=True, slots=True)
 class BilledLease:
-    """A *lease* of a device: from when any replica holds it until none does, and until it is no longer paid for. A
-    replica that takes the device before that time is over finds it paid, and the lease goes on."""
+    """A lease of a device: from the first replica that holds it until no replica does and the paid time is over.
+
+    A replica that takes the device within the paid time continues the lease.
+    """
 
     device: str
     device_kind: str

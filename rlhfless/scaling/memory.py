@@ -85,7 +85,7 @@ CACHED_VERSIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """A part of what a function holds on one device."""
+    """A part of a function's memory on one device."""
 
     name: str
     size_bytes: int
@@ -93,7 +93,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPhase:
-    """What a function holds on one device while it does one kind of work."""
+    """The memory of a function on one device during one kind of work."""
 
     name: str
     parts: tuple[MemoryPart, ...]
@@ -391,7 +391,7 @@ def gathered_bytes(shape: ModelShape, root: int, dtype: DType, ranks: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward model and how it is used."""
+    """A reward model and its micro-batches."""
 
     shape: ModelShape
     tokens: int

@@ -1,12 +1,12 @@
-"""Which devices each function may hold, and its share of each. Pure. `place` chooses them.
+"""Assignment of devices, and shares of them, to functions. Pure. The entry point is `place`.
 
 A device is a GPU or a CPU core of one node. Devices are planned by kind and count, in *groups*: a group is on one node,
-and is taken and given back as a whole. Which devices of which node it is, is known when the run holds it
-(`rlhfless.fleet.run_devices`); a group may be planned before its node is there. The devices of one replica are in one
-group, except the learner's, whose ranks may be on several nodes.
+and is acquired and released as a whole. The concrete devices of a group are known once the run holds it
+(`rlhfless.fleet.run_devices`); a group may be planned before its node exists. The devices of a replica are in one
+group, except the learner's, whose ranks may span several nodes.
 
-Functions that share a device hold equal shares of it: its memory is occupied and no other function can have that share.
-The shares of a device add up to at most 1, which makes the bill of a run at most devices x price x time.
+Functions that share a device hold equal shares of it: its memory is occupied, so no other function can have that share.
+The shares of a device add up to at most 1, which bounds the cost of a run by devices x price x time.
 """
 
 from __future__ import annotations
@@ -26,124 +26,122 @@ CPU_KIND = "cpu-core"
 """Device kind of a CPU core in the price book."""
 
 NODE_DEVICES = 8
-"""Devices of a node that is not there yet, where no node of the kind is there to go by: GPU machines have eight."""
+"""Devices assumed for a node that has not joined, if no node of its kind is present: GPU machines have eight."""
 
 
 class PlacementError(UserError):
-    """The devices do not suffice; the text says what for and how many are there."""
+    """Raised if there are too few devices. The message names the function and the number of devices available."""
 
     where = "placement"
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a node of the cluster has for runs."""
+    """The resources of a cluster node that runs can use."""
 
     name: str
-    """Ray's id of it."""
+    """Ray's node id."""
     address: str
     cores: int
     """CPU cores."""
     free_cores: int
     gpu_kind: str = ""
-    """Key of the price book, such as `h100`; empty without GPUs. All GPUs of a node are of one kind."""
+    """Key of the price book, such as `h100`; empty without GPUs. All GPUs of a node are of the same kind."""
     gpus: int = 0
     free_gpus: int = 0
 
     def count(self, kind: str) -> int:
-        """Its devices of a kind, whatever runs hold of them."""
+        """Return the number of its devices of a kind, including those held by runs."""
         return self.cores if kind == CPU_KIND else self.gpus * (kind == self.gpu_kind)
 
     def free(self, kind: str) -> int:
-        """Its devices of a kind that nothing holds."""
+        """Return the number of its unheld devices of a kind."""
         return self.free_cores if kind == CPU_KIND else self.free_gpus * (kind == self.gpu_kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a run: planned at first, and of a certain node when the run holds it."""
+    """A device of a run. It is bound to a node when the run acquires it."""
 
     name: str
-    """Such as `cpu-0`: the run's own name for it, in the ledger too."""
+    """The run's own name for it, such as `cpu-0`; also used in the ledger."""
     kind: str
     """Key of the price book, such as `cpu-core` or `h100`."""
     index: int
-    """Number among the run's devices."""
+    """Position among the run's devices."""
     node: str = ""
-    """Ray's id of its node; empty while it is only planned."""
+    """Ray's id of its node; empty until acquired."""
     local_id: str = ""
-    """What the node calls it: number of the core, or entry of CUDA_VISIBLE_DEVICES. Empty while it is only planned."""
+    """The node's id for it: core number, or entry of CUDA_VISIBLE_DEVICES. Empty until acquired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The devices of one replica, and its share of each."""
+    """The devices of a replica, and its share of each."""
 
     devices: tuple[Device, ...]
     shares: tuple[float, ...]
     """The share of each device, 0 to 1 `[device]`."""
     lent: bool = False
-    """Other runs work on the devices while the replica sleeps, and pay for them."""
+    """Other runs use and pay for the devices while the replica sleeps."""
     ranks: int | None = None
-    """Ranks of a replica there, where they are not as many as the function wants."""
+    """Number of ranks of the replica, if it differs from the function's target."""
 
     @classmethod
     def of(cls, devices: Sequence[Device], share: float = 1.0) -> Allocation:
-        """An equal share of each device."""
+        """Return an allocation with an equal share of each device."""
         return cls(tuple(devices), (share,) * len(devices))
 
     @property
     def shared(self) -> Iterator[tuple[Device, float]]:
-        """Each device with the share of it."""
+        """Iterate over the devices with their shares."""
         return zip(self.devices, self.shares, strict=True)
 
     def billed(self, state: ReplicaState) -> Iterator[tuple[Device, float]]:
-        """Each device with the share of it that a replica in this state pays for."""
+        """Iterate over the devices with the share billed to a replica in this state."""
         away = self.lent and state is ReplicaState.SLEEPING
         return ((device, 0.0 if away else share) for device, share in self.shared)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Devices of one node, which a run takes and gives back together."""
+    """Devices of one node that a run acquires and releases together."""
 
     name: str
-    """Unique in the run."""
+    """Unique within the run."""
     devices: tuple[Device, ...]
     node: str = ""
-    """Name of the node that they are planned on: asked for first, and another one if its devices are taken by then."""
+    """Name of the preferred node; another node is used if its devices are taken."""
 
     @property
     def kind(self) -> str:
-        """The kind of all its devices."""
         return self.devices[0].kind
 
     def bound(self, node: str, local_ids: Sequence[str]) -> dict[str, Device]:
-        """The devices by name, when they are known."""
+        """Return the devices by name, bound to a node."""
         pairs = zip(self.devices, local_ids, strict=True)
         return {device.name: replace(device, node=node, local_id=local_id) for device, local_id in pairs}
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """An allocation for every replica that a run may start, and the groups that their devices are in."""
+    """An allocation for every replica that a run may start, and the device groups."""
 
     allocations: Mapping[str, tuple[Allocation, ...]]
     groups: tuple[DeviceGroup, ...]
 
     def allocation(self, function: str, index: int) -> Allocation:
-        """The allocation of a function's replica number `index`."""
         return self.allocations[function][index]
 
     def groups_of(self, allocation: Allocation) -> tuple[DeviceGroup, ...]:
-        """The groups that an allocation's devices are in."""
+        """Return the groups that contain an allocation's devices."""
         names = {device.name for device in allocation.devices}
         return tuple(group for group in self.groups if any(device.name in names for device in group.devices))
 
 
 def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:
-    """A rank's part of a function's devices: neighbours, on the node of the first of them. More ranks than devices
-    share them."""
+    """Return a rank's part of a function's devices: neighbours on the node of its first device. Ranks share devices if
+    there are more ranks than devices."""
     per_rank, left_over = divmod(len(devices), ranks)
     if not per_rank:
         return (devices[rank % len(devices)],)
@@ -153,16 +151,16 @@ def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Devi
 
 
 class Site(StrEnum):
-    """Where a function's replicas are."""
+    """Location of a function's replicas."""
 
     PER_REPLICA = "per_replica"
-    """Each replica on neighbouring devices of one node, its own where there are enough: engines."""
+    """Each replica has neighbouring devices of one node, exclusively if there are enough: engines."""
     LEARNER = "learner"
-    """One replica on all devices of the learner's side."""
+    """One replica on all devices of the learner side."""
     LEARNER_SHARED = "learner_shared"
-    """One replica on as many devices of the learner's side as it has ranks, shared with other functions there."""
+    """One replica with a device of the learner side per rank, shared with other functions there."""
     CPU = "cpu"
-    """As LEARNER_SHARED on CPU cores; where the run's devices are GPUs, on CPU cores of its own."""
+    """Like LEARNER_SHARED on CPU cores; if the run's devices are GPUs, on CPU cores of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +171,26 @@ class ReplicaRequest:
     site: Site
     replicas: int = 1
     devices: int = 1
-    """Devices of each replica of PER_REPLICA; cores of its own of CPU."""
+    """Devices of each replica for PER_REPLICA; number of its own cores for CPU."""
     ranks: int = 1
-    """Processes of a replica that is split, at most one per device."""
+    """Processes of a sharded replica, at most one per device."""
     ranks_key: str = ""
-    """The key of the spec that sets `ranks`."""
+    """The spec key that sets `ranks`."""
     fewest_ranks: int | None = None
-    """Ranks that the replica may shrink to; None: it does not."""
+    """Minimum number of ranks after shrinking; None if it cannot shrink."""
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of its ranks may change."""
+        """Return whether the number of ranks may change."""
         return self.fewest_ranks is not None and self.fewest_ranks < self.ranks
 
 
 def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
-    """The kind of a run's devices, or of generation's where the learner's are of another: what the spec names, or the
-    GPUs of the cluster, or CPU cores where it has none.
+    """Return the device kind of a run, or of generation if the learner has another kind: the kind in the spec, else the
+    GPUs of the cluster, else CPU cores.
 
-    Raises PlacementError if the cluster has several kinds of GPU and the spec names none, or none of the kind that it
-    names and cannot get any.
+    Raises PlacementError if the cluster has several kinds of GPU and the spec names none, or if the named kind is
+    neither present nor obtainable.
     """
     kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
     if spec.kind is None:
@@ -209,7 +207,7 @@ def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
 
 
 def learner_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
-    """The kind of the devices of the learner side. Raises PlacementError as `device_kind` does."""
+    """Return the device kind of the learner side. Raises PlacementError like `device_kind`."""
     if spec.learner_kind is None:
         return device_kind(spec, nodes)
     kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
@@ -228,19 +226,19 @@ def _require_known(key: str, kind: str, kinds: Sequence[str], *, may_come: bool)
 
 
 def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[ReplicaRequest]) -> Placement:
-    """Give every replica its allocation.
+    """Assign an allocation to every replica.
 
-    Co-located: the run's devices of each node are one group, because the learner has them all; actor i has k
-    neighbours of them, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
-    learner side, on one node if it fits, and each actor has a group of its own. Functions of LEARNER_SHARED have a
-    device for each rank: from the last device of the learner side to the first, one function after the other. Without
-    actors the learner side is all devices. Where the number of its ranks may change, each device of that side is a
-    group of its own, which is taken and given back by itself. A learner side of another kind has its own devices.
+    Co-located: the run's devices on each node form one group, because the learner has them all; actor i gets k
+    neighbouring devices, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
+    learner side, on one node if possible, and each actor has its own group. LEARNER_SHARED functions have one device
+    per rank, assigned from the last device of the learner side to the first, one function after the other. Without
+    actors the learner side is all devices. If the number of ranks may change, each device of that side is a group of
+    its own, acquired and released individually. A learner side of another kind has its own devices.
 
-    On CPU cores there may be more actors than devices, and they share them. Two engines on one GPU are refused.
+    CPU cores may be shared by several actors; two engines on one GPU are refused.
 
-    Raises PlacementError if a side has no device, if an actor needs more devices than a node has, or if the cluster
-    has fewer and cannot grow, because it is private.
+    Raises PlacementError if a side has no device, an actor needs more devices than a node has, or a private cluster,
+    which cannot grow, has too few.
     """
     engines = [wanted for wanted in functions if wanted.site is Site.PER_REPLICA]
     kind, per_actor = device_kind(spec, nodes), max((wanted.devices for wanted in engines), default=1)
@@ -273,12 +271,12 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Replic
 
 
 def _one_by_one(nodes: Sequence[_NodeDevices]) -> list[_NodeDevices]:
-    """Each device by itself."""
+    """Return each device as an entry of its own."""
     return [_NodeDevices(node.name, (device,)) for node in nodes for device in node.devices]
 
 
 def _has_own_cores(wanted: ReplicaRequest, kind: str) -> bool:
-    """Whether a function works on CPU cores where the run's devices are GPUs."""
+    """Return whether a function runs on CPU cores while the run's devices are GPUs."""
     return wanted.site is Site.CPU and kind != CPU_KIND
 
 
@@ -290,8 +288,8 @@ def _chosen(
     nodes: Sequence[Node],
     first_core: int,
 ) -> dict[str, list[tuple[Device, ...]]]:
-    """The devices of each replica of each function. `kind`: of the learner side; cores of a function's own are numbered
-    from `first_core`."""
+    """Return the devices of each replica of each function. `kind` is that of the learner side; a function's own cores
+    are numbered from `first_core`."""
     chosen: dict[str, list[tuple[Device, ...]]] = {}
     taken, next_window = 0, itertools.cycle(windows)
     for wanted in functions:
@@ -316,18 +314,16 @@ def _chosen(
 
 @dataclass(frozen=True, slots=True)
 class _NodeDevices:
-    """Devices of one node."""
-
     name: str
-    """Of the node; empty for one that has to come."""
+    """Name of the node; empty if it has not joined."""
     devices: tuple[Device, ...]
 
 
 def _learner_nodes(
     spec: PlacementSpec, nodes: Sequence[Node], kind: str, count: int, first: int, key: str
 ) -> list[_NodeDevices]:
-    """So many devices of a kind of its own for the learner side, numbered from `first`: on one node if it has enough,
-    the one with the fewest that are free, or else the smallest."""
+    """Return `count` devices of the learner side's own kind, numbered from `first`: on a single node if possible,
+    preferably the one with the fewest sufficient free devices, else the smallest."""
     free = sorted((node for node in nodes if node.free(kind) >= count), key=lambda node: node.free(kind))
     there = sorted((node for node in nodes if node.count(kind) >= count), key=lambda node: node.count(kind))
     own = spec.model_copy(update={"devices": count})
@@ -342,9 +338,12 @@ def _by_node(
     first: int = 0,
     key: str = "placement.devices",
 ) -> list[_NodeDevices]:
-    """The run's devices, node by node: free ones first, then what others hold now, then what nodes that may come
-    have: as many as the largest that is there, and at least one actor's. Where nodes may come and none that is there
-    holds an actor, co-located functions, which share their devices, wait for such nodes."""
+    """Return the run's devices by node: free ones first, then devices held by others, then those of nodes that may
+    join.
+
+    A joining node is assumed to have as many devices as the largest present node, and at least one actor's. If nodes
+    may join and no present node fits an actor, co-located functions, which share their devices, wait for such nodes.
+    """
     present = sum(node.count(kind) for node in nodes)
     wanted = spec.devices or present
     if wanted > present and not spec.ray_address:
@@ -377,7 +376,7 @@ def _by_node(
 def _sides(
     spec: PlacementSpec, by_node: Sequence[_NodeDevices], per_actor: int
 ) -> tuple[Sequence[_NodeDevices], Sequence[_NodeDevices]]:
-    """The devices of generation and of the learner side."""
+    """Return the devices of generation and of the learner side."""
     if spec.mode != "disaggregated":
         return by_node, by_node
     count, needed = sum(len(node.devices) for node in by_node), spec.learner_devices
@@ -386,7 +385,8 @@ def _sides(
             f"placement.learner_devices is {needed} and the run has {count} device(s), which "
             "leaves none for generation; use mode colocated, or more devices"
         )
-    # On one node if it has enough: where that costs the fewest actors, and of such the smallest. Otherwise on several.
+    # On one node if it has enough: the node that costs the fewest actors, and the smallest of these. Otherwise on
+    # several.
     enough = [node for node in reversed(by_node) if len(node.devices) >= needed]
 
     def cost(node: _NodeDevices) -> tuple[int, int]:
@@ -408,7 +408,7 @@ def _sides(
 def _windows(
     spec: PlacementSpec, by_node: Sequence[_NodeDevices], size: int, engines: Sequence[ReplicaRequest], kind: str
 ) -> list[_NodeDevices]:
-    """Where actors may sit: neighbours on one node, and no device twice."""
+    """Return the device windows for actors: disjoint neighbours on one node."""
     windows = [
         _NodeDevices(node.name, node.devices[first : first + size])
         for node in by_node
@@ -416,7 +416,7 @@ def _windows(
     ]
     count = sum(len(node.devices) for node in by_node)
     if spec.mode == "disaggregated" and spec.ray_address and spec.devices:
-        # What is left of each node makes no actor; where nodes may come, it is asked for on another one.
+        # The remainder of a node makes no actor; if nodes may join, those devices are requested on another node.
         left = [device for node in by_node for device in node.devices[len(node.devices) // size * size :]]
         windows += [_NodeDevices("", tuple(left[i : i + size])) for i in range(0, len(left) - size + 1, size)]
     if not windows:
@@ -436,13 +436,16 @@ def _windows(
 
 
 def _own_cores(wanted: int, nodes: Sequence[Node]) -> int:
-    """The number of cores that a function wants, or of the largest node if that has fewer."""
+    """Return the number of cores for a function: as many as it wants, capped at the largest node's."""
     return max(min(wanted, max((node.cores for node in nodes), default=wanted)), 1)
 
 
 def _whole(wanted: ReplicaRequest, chosen: Sequence[tuple[Device, ...]], kind: str) -> Iterator[Allocation]:
-    """The allocations of a function on devices that runs share: in its turn it has all of a device, and nothing else is
-    billed for it. Scoring takes no turns on the cores that others work on, and pays for nothing there."""
+    """Return a function's allocations on devices shared between runs.
+
+    During its turn it has whole devices, and nothing else is billed for them. Scoring on shared cores takes no turns
+    and pays nothing.
+    """
     share = 0.0 if wanted.site is Site.CPU and kind == CPU_KIND else 1.0
     return (Allocation(devices, (share,) * len(devices), lent=True) for devices in chosen)
 
@@ -450,7 +453,7 @@ def _whole(wanted: ReplicaRequest, chosen: Sequence[tuple[Device, ...]], kind: s
 def _with_shares(
     chosen: Mapping[str, Sequence[tuple[Device, ...]]],
 ) -> dict[str, tuple[Allocation, ...]]:
-    """The allocations of devices: the replicas on a device have equal shares of it, which add up to 1."""
+    """Return allocations in which the replicas on a device have equal shares that add up to 1."""
     replicas_on = Counter(device for allocations in chosen.values() for devices in allocations for device in devices)
 
     def shared(devices: tuple[Device, ...]) -> Allocation:
