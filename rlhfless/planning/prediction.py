@@ -1,9 +1,9 @@
-"""The time and cost of a run on given devices, before it begins: its spec as a scenario of the simulator.
+"""Prediction of a run's time and cost on given devices before it starts: its spec as a scenario of the simulator.
 
-The simulator runs the run's own policy under its own contract, with latencies by the devices' data sheets, or, on the
-devices of an earlier run of the same model, with latencies fitted to that run. The band is what half and twice the
-expected response lengths give where lengths are assumed, and the spread over seeds where they are known; of an earlier
-run on these devices it is that of its steps (rlhfless.planning.scatter).
+The simulator runs the run's own policy under its own contract. Latencies come from the devices' data sheets or, on the
+devices of an earlier run of the same model, from a fit to that run. If response lengths are assumed, the band covers
+half and twice the expected lengths; if they are known, the spread over seeds. With an earlier run on these devices, the
+band is that of its steps (rlhfless.planning.scatter).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rlhfless.spec.learner import evaluated_share
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The samples of a step."""
+    """The number of samples in a step."""
 
     prompts: int
     samples: int
-    """Of each prompt."""
+    """Samples per prompt."""
     learned_share: float
-    """The share of them that is learned."""
+    """Fraction of the samples that the learner learns from."""
 
     @classmethod
     def of(cls, spec: RunSpec, signal: float | None) -> Drawn:
@@ -65,14 +65,14 @@ class Drawn:
 
 
 def signal_of(trace: Trace | None) -> float | None:
-    """The share of a run's groups with a signal; None if nothing says so."""
+    """Return the share of a run's groups with a signal, or None if not recorded."""
     shares = [record.metrics.get("groups_without_signal") for record in trace.steps] if trace is not None else []
     known = [share for share in shares if share is not None]
     return 1 - fmean(known) if known else None
 
 
 STEPS, STEPS_QUICK = 6, 3
-"""Steps that are simulated; the first is left out, because it has the starts."""
+"""Number of simulated steps. The first is excluded because it includes the starts."""
 
 SEEDS = 3
 
@@ -81,29 +81,29 @@ ASSUMED_SHARE = 0.25
 reach them. The band covers an eighth to a half."""
 
 SPREAD = 0.7
-"""The spread of the log of assumed lengths: between the short answers (0.45) and the long reasoning (1.0) of the
-bundled scenarios."""
+"""Standard deviation of the log of assumed lengths: between the short answers (0.45) and the long reasoning (1.0) of
+the bundled scenarios."""
 
 PERSISTENCE = 0.6
-"""Share of the variance that a prompt explains; the bundled scenarios have 0.5 to 0.85."""
+"""Share of the variance explained by the prompt; the bundled scenarios have 0.5 to 0.85."""
 
 SHEET_FACTOR, SHEET_FACTOR_CPU = 2.0, 4.0
-"""The band is wider by this where latencies come from data sheets: on this project's CPU machine a small model was
-3.5 times as fast as its sheet says; for GPUs an assumption, until some were measured."""
+"""Factor that widens the band if latencies come from data sheets: on this project's CPU machine a small model was 3.5
+times as fast as predicted from its sheet. An assumption for GPUs until some were measured."""
 
 MEASURED_FACTOR = 1.25
-"""The same where latencies were measured, and no step of a run says how far such a prediction is off: an assumption."""
+"""The same factor for measured latencies if no run's steps show how far such a prediction is off. An assumption."""
 
 PROMPT_TOKENS = 256
-"""Median prompt where none is known."""
+"""Median prompt length if unknown."""
 
 LOWEST_MFU = 1e-4
-"""The lowest MFU of a learner; a measured time beyond it is a fixed time of each step."""
+"""Lowest MFU of a learner; any measured time beyond it counts as a fixed time per step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Response lengths that a prediction assumes."""
+    """Response lengths assumed by a prediction."""
 
     median_tokens: float
     mean_tokens: float
@@ -112,32 +112,32 @@ class Lengths:
     source: str
     known: bool
     rows: int | None = None
-    """Rows of the data; None where they were not read."""
+    """Rows of the data; None if not read."""
     signal: float | None = None
-    """The share of groups whose samples differ in their rewards; None where it is not known."""
+    """Share of groups whose samples differ in their rewards; None if unknown."""
     drafted: tuple[float, ...] = ()
     accepted: tuple[float, ...] = ()
-    """[places]: see Speculating; empty where no drafts are known."""
+    """[places]: see Speculating; empty if no drafts are known."""
     drafter: str = "off"
     """`generation.speculation.method` of the run that drafted them."""
 
     def drafts(self, spec: RunSpec) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """`drafted` and `accepted` of a run's own method; empty where none are known. `auto` drafts as `suffix`."""
+        """Return `drafted` and `accepted` for a run's own method, empty if unknown. `auto` drafts like `suffix`."""
         own, known = ("suffix" if one == "auto" else one for one in (spec.generation.speculation.method, self.drafter))
         return (self.drafted, self.accepted) if own == known else ((), ())
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Multiples of the lengths that a prediction covers, the expected one first."""
+        """Return the multiples of the lengths that a prediction covers, the expected one first."""
         return (1.0,) if self.known else (1.0, 0.5, 2.0)
 
     def times(self, factor: float) -> Lengths:
-        """Responses that are so many times as long."""
+        """Return the lengths scaled by a factor."""
         return replace(self, median_tokens=factor * self.median_tokens, mean_tokens=factor * self.mean_tokens)
 
 
 def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
-    """The lengths of an earlier run, or an assumption."""
+    """Return the lengths of an earlier run, or an assumption."""
     if trace is None or not trace.rollouts:
         median = max(ASSUMED_SHARE * spec.generation.max_tokens, 1.0)
         source = f"assumed: a median of {median:.0f} tokens, a quarter of generation.max_tokens"
@@ -163,18 +163,18 @@ def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A prediction, and what it was made of: means of a step."""
+    """A prediction and its inputs: means per step."""
 
     cost: PlannedCost
     busy_device_s: float
     response_tokens: float
     shares: Mapping[str, float]
-    """By function: the share of the time in which it works."""
+    """By function: fraction of the time in which it works."""
     latency: str | None = None
-    """What the engine's seconds were taken from; None where nothing is drawn."""
+    """Source of the engine latencies; None if nothing is generated."""
 
     def scaled(self, times: float, usd: float) -> Predicted:
-        """The prediction with all seconds `times` as long, and all dollars `usd` as many."""
+        """Return the prediction with all durations multiplied by `times` and all costs by `usd`."""
         figures = {name: value for name, value in self.cost if isinstance(value, float)}
         values = {name: (usd if name.endswith("_usd") else times) * value for name, value in figures.items()}
         return replace(self, cost=self.cost.model_copy(update=values))
@@ -188,9 +188,11 @@ def predicted(
     *,
     quick: bool = False,
 ) -> Predicted:
-    """Time and cost of a run. `config`: of the model; `latency`: of the model on these devices, if it was measured;
-    `quick`: at the expected lengths and with one seed, so that the band is that of the data sheets alone; and without
-    heartbeats, which take five times the rest: what the policy decides between the events of a step saved 0 to 0.1 % of
+    """Return the time and cost of a run.
+
+    `config` is the model's configuration; `latency` the model's measured latencies on these devices, if any. `quick`
+    predicts at the expected lengths with one seed, so the band covers only the data sheets, and without heartbeats,
+    which take five times as long as the rest. The policy's decisions between the events of a step saved 0 to 0.1 % of
     the steps of a 7B model on three kinds of devices, and up to 10 % of those of a 235B model with long responses.
 
     Raises InputError if the simulator cannot run it.
@@ -203,9 +205,9 @@ def predicted(
             write_latency(latency, file)
             measured = _measured(asked, latency, lengths, str(file))
         size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
-        if quick and not isinstance(asked.spec.schedule, PartialSpec):  # whose steps end at a heartbeat
+        if quick and not isinstance(asked.spec.schedule, PartialSpec):  # steps of `partial` end at a heartbeat
             measured["heartbeat_s"] = NO_HEARTBEATS_S
-        drafts = _drafts(asked.spec, lengths) if latency is None else {}  # which a fit has already
+        drafts = _drafts(asked.spec, lengths) if latency is None else {}  # a fit includes drafts already
         measured["engine"] = _engine(asked) | drafts | measured.get("engine", {})
         by_factor = [_results(_scenario(asked, config, lengths, factor, measured, *size)) for factor in factors]
     totals = [[Totals.of(run.steps[1:] or run.steps) for run in results] for results in by_factor]
@@ -224,12 +226,12 @@ def predicted(
 
 
 def sheet_factor(kind: str) -> float:
-    """How much wider the band is for devices that nothing was measured on."""
+    """Return the factor that widens the band on devices without measurements."""
     return SHEET_FACTOR_CPU if kind == CPU_KIND else SHEET_FACTOR
 
 
 def band_text(lengths: Lengths, factor: float) -> str:
-    """What the band of `banded` covers."""
+    """Describe what the band of `banded` covers."""
     of_lengths = "" if lengths.known else "half and twice the assumed lengths, and "
     rests_on = "measured latencies" if factor == MEASURED_FACTOR else "data sheets"
     return f"{of_lengths}a factor of {factor:g} either way for {rests_on}"
@@ -242,7 +244,8 @@ def banded(
     factor: float,
     band: str,
 ) -> PlannedCost:
-    """The cost of a run of so many steps: means of the first figures, and the band of all, `factor` wider."""
+    """Return the cost of a run of `steps` steps: means of the first figures, and the range of all figures widened by
+    `factor`."""
     mean_s, mean_usd = fmean(step_s[0]), fmean(step_usd[0])
     all_s, all_usd = list(chain(*step_s)), list(chain(*step_usd))
     return PlannedCost(
@@ -259,7 +262,7 @@ def banded(
 
 
 def _shares(result: RunResult) -> dict[str, float]:
-    """The share of the time after the first step in which each function works."""
+    """Return, by function, the fraction of the time after the first step in which it works."""
     trace = result.trace
     assert trace is not None, "the run of the first seed is traced"
     records = trace.steps[1:] or trace.steps
@@ -272,7 +275,7 @@ def _shares(result: RunResult) -> dict[str, float]:
 
 
 def _measured(asked: Question, latency: LatencyFile, lengths: Lengths, file: str) -> dict[str, Any]:
-    """Keys of a scenario that an earlier run on these devices has measured."""
+    """Return the keys of a scenario that an earlier run on these devices has measured."""
     return {
         "engine": {"latency": {"type": "fitted", "path": file}},
         "fleet": {"type": "measured", "path": file},
@@ -282,7 +285,7 @@ def _measured(asked: Question, latency: LatencyFile, lengths: Lengths, file: str
 
 
 def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths) -> dict[str, Any]:
-    """The learner's utilisation, as far as one can be so high or low, and the seconds of a step that are in nothing
+    """Return the learner's utilisation, clamped to its valid range, and the seconds per step not covered by anything
     else."""
     spec = asked.spec
     tokens = Drawn.of(spec, lengths.signal).learned_samples * (lengths.mean_tokens + lengths.prompt_tokens)
@@ -345,7 +348,9 @@ def _scenario(
         "policies": [{"name": policy if ":" not in policy else "cost_aware"}],
     }
     values |= {key: measured[key] for key in ("fleet", "heartbeat_s") if key in measured}
-    if spec.learner.share_prefixes and "mfu" not in measured.get("learner", {}):  # which a measured time has already
+    if spec.learner.share_prefixes and "mfu" not in measured.get(
+        "learner", {}
+    ):  # a measured time includes sharing already
         values["prefixes"] = {"levels": []}
     if spec.needs_reference:
         values["reference"] = {"devices": count_of(spec.reference.ranks)}
@@ -357,14 +362,14 @@ def _scenario(
 
 
 def _schedule(spec: RunSpec) -> ScheduleSpec:
-    """The schedule of a scenario. Functions that share devices do not gain by overlap: their work adds up, as with
-    `sync`."""
+    """Return the schedule of a scenario: `sync` if functions share devices, where overlap gains nothing because their
+    work adds up."""
     in_turn = spec.schedule.steps_ahead and spec.placement.mode == "colocated"
     return SyncSpec() if in_turn else spec.schedule
 
 
 def _state_bytes(asked: Question) -> float:
-    """Bytes per parameter of the learner's states."""
+    """Return the bytes per parameter of the learner's states."""
     averaged = asked.spec.learner.average_decay is not None
     parts = learner_states_bytes(asked.shape, averaged=averaged)
     return sum(part.size_bytes for part in parts) / asked.shape.parameters
@@ -384,7 +389,7 @@ def _machines(kind: str, count: int) -> dict[str, Any]:
 
 def _engine(asked: Question) -> dict[str, Any]:
     engine, quantization = asked.spec.generation.engine, asked.spec.generation.quantization
-    # Of products of integers, and of CPUs, no rate in 8 bits is known, so that of 16 counts.
+    # The rate of 8-bit integer products, and of CPUs, is unknown, so the 16-bit rate is used.
     fast = quantization == "fp8" and asked.sheet.fp8_flops_per_s is not None
     return {
         "weight_bits": 16 if quantization == "off" else 8,
@@ -396,7 +401,7 @@ def _engine(asked: Question) -> dict[str, Any]:
 
 
 def _drafts(spec: RunSpec, lengths: Lengths) -> dict[str, Any]:
-    """Drafts as the earlier run had them, up to the depth of this one; none where they are not known."""
+    """Return the drafts measured in an earlier run, up to this run's depth; none if unknown."""
     speculation, (drafted, accepted) = spec.generation.speculation, lengths.drafts(spec)
     places = min(speculation.most, len(accepted))
     if not places:

@@ -1,7 +1,7 @@
-"""Decides what a spec leaves open to its devices: number formats, checkpointing, placement, time-outs. Pure.
+"""Resolve spec values that depend on the devices: number formats, checkpointing, placement, timeouts. Pure.
 
-A key that the user has set stays as it is. The decisions are written into the run's own spec.yaml, so a resumed run has
-them too.
+Keys set by the user are never changed. The resolved values are written to the run's own spec.yaml, so a resumed run
+keeps them.
 """
 
 from __future__ import annotations
@@ -29,27 +29,30 @@ from rlhfless.spec.errors import Problem
 from rlhfless.spec.learner import PASS_TOKENS
 
 SLOWEST_BYTES_PER_S = 1e8
-"""Rate of the slowest network by which weights reach a node: 1 Gbit/s, less its overhead. This machine's store was
+"""Rate of the slowest network by which weights reach a node: 1 Gbit/s minus its overhead. This machine's store was
 measured at 5 to 16 times that (docs/benchmarks.md)."""
 
 SMALL_SHARE, MINUTE_S = 0.1, 60.0
-"""Time-outs grow with the model if that adds this share, and in whole minutes: 601 s would look like a mistake."""
+"""Timeouts grow with the model only if that adds at least this share, and in whole minutes: 601 s would look like a
+mistake."""
 
 SLOWEST_SHARE = 0.05
-"""The lowest share of a device's peak at which a learner is taken to work and not to hang. Learners reach 20 to 50
-%."""
+"""Lowest share of a device's peak at which a learner counts as working rather than hanging. Learners reach 20 to 50 %.
+"""
 
 
 LOGITS_MIB = (2048, 1024, 512, 256)
-"""Blocks of logits in float32. Each reads and writes the head's gradient once, 6.5 GB for 7 B parameters: by an H100's
-data sheet 2 ms, beside matrix products of 1.2 ms at 128 MiB and 19 ms at 2048. Not measured."""
+"""Candidate sizes of a block of float32 logits. Each block reads and writes the head's gradient once, 6.5 GB for 7 B
+parameters: 2 ms by an H100's data sheet, compared with matrix products of 1.2 ms at 128 MiB and 19 ms at 2048 MiB. Not
+measured.
+"""
 
 PASS_STEP, MOST_PASS_TOKENS = 1024, 65_536
-"""Tokens of forward passes that `auto` chooses from; beyond the most, larger matrix products are no faster."""
+"""Step and maximum of the tokens per forward pass that `auto` chooses from; larger matrix products are no faster."""
 
 SPARE_TOKENS = 1.25
-"""A pass has room if one of this many times its tokens fits: torch reserves 10 to 25 % more than is allocated
-(docs/gpus.md), and activations are most of what a pass takes."""
+"""A pass has room if a pass with this many times its tokens fits: torch reserves 10 to 25 % more than it allocates
+(docs/gpus.md), and activations are most of a pass's memory."""
 
 MOST = "scaling.generation.max_actors"
 TENSOR_PARALLEL = "generation.engine.tensor_parallel_size"
@@ -60,21 +63,23 @@ BATCH_TOKENS = "generation.engine.max_batch_tokens"
 
 LARGE_BATCHES = (1024, 512)
 LARGE_BATCH_TOKENS, LARGE_GPU_BYTES, SMALLER_BATCHES = 16_384, 70 * GIB, ("a100-40gb", "a100-80gb")
-"""vLLM's default for engines of large GPUs, from which memory on it applies, and the kinds on which such batches are
-slower (`get_batch_defaults`, vllm/engine/arg_utils.py). Everywhere else it is USUAL_BATCH_TOKENS."""
+"""vLLM's default batch tokens for engines of large GPUs, the memory from which it applies, and the kinds on which such
+batches are slower (`get_batch_defaults`, vllm/engine/arg_utils.py). Other GPUs use USUAL_BATCH_TOKENS."""
 
 BATCH_SEQUENCES = 32
-"""Sequences that the KV cache of an actor should hold: with fewer an engine reads its weights for few tokens at a time,
-and more devices per actor, turns or a larger fraction are tried before that is accepted."""
+"""Sequences that an actor's KV cache should hold. With fewer, an engine reads its weights for few tokens at a time, so
+more devices per actor, turns or a larger fraction are tried first."""
 
 
 MOST_DRAFTING_SEQUENCES = 32
-"""Most sequences of an actor on a GPU that drafts from other responses. vLLM's older model runner launches a kernel of
-noise per seeded row, 3 to 6 ms per iteration at 256 rows by reading, as long as a small model's pass."""
+"""Maximum sequences of an actor on a GPU that drafts from other responses. vLLM's older model runner launches a noise
+kernel per seeded row, estimated from its code at 3 to 6 ms per iteration at 256 rows, as long as a small model's pass.
+"""
 
 
 def resolve_for_kind(spec: RunSpec, kind: str) -> RunSpec:
-    """The spec with the defaults for devices of a kind: bfloat16 on GPUs. `placed` decides what depends on memory."""
+    """Return the spec with the defaults for devices of a kind, such as bfloat16 on GPUs. `placed` resolves the values
+    that depend on memory."""
     learning = spec.placement.kind_of_learner(kind)
     wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
     if kind == CPU_KIND:
@@ -94,7 +99,7 @@ def resolve_for_kind(spec: RunSpec, kind: str) -> RunSpec:
 
 
 def unplanned(spec: RunSpec, kind: str) -> RunSpec:
-    """`settled` for a model whose sizes are not known: GPUs recompute activations, which every model that fits can."""
+    """Resolve a spec for a model of unknown size: GPUs recompute activations, which works for every model that fits."""
     spec = resolve_for_kind(spec, kind)
     return edited(spec, {f"{name}.gradient_checkpointing": True for name in _open_checkpointing(spec)})
 
@@ -119,12 +124,12 @@ SETTLED = (
     TENSOR_PARALLEL,
     MOST,
 )
-"""Keys whose settled values belong to the run from then on."""
+"""Keys whose resolved values are kept for the rest of the run."""
 
 
 def keep_resolved(spec: RunSpec, before: RunSpec) -> RunSpec:
-    """The spec of a resumed run, with the values that its devices have settled for keys that the spec leaves open.
-    `before`: the run's own spec."""
+    """Return the spec of a resumed run, with the values already resolved in `before`, the run's own spec, for keys that
+    the spec leaves open."""
     kept = {}
     for key in SETTLED:
         section = key.partition(".")[0]
@@ -137,7 +142,7 @@ def keep_resolved(spec: RunSpec, before: RunSpec) -> RunSpec:
 
 
 def _open_ranks(spec: RunSpec) -> tuple[str, ...]:
-    """The keys of numbers of ranks that are `auto`."""
+    """Return the keys of rank counts that are `auto`."""
     values = {
         **{f"{name}.ranks": part.ranks for name, part in spec.trained.items()},
         "reference.ranks": spec.reference.ranks,
@@ -147,7 +152,7 @@ def _open_ranks(spec: RunSpec) -> tuple[str, ...]:
 
 
 def is_set(spec: RunSpec, key: str) -> bool:
-    """Whether the user has written a dotted key."""
+    """Return whether the user set a dotted key."""
     section: Any = spec
     for name in key.split("."):
         if name not in section.model_fields_set:
@@ -157,12 +162,12 @@ def is_set(spec: RunSpec, key: str) -> bool:
 
 
 def device_problems(spec: RunSpec, kind: str) -> list[Problem]:
-    """Why devices of a kind are not used with a spec, whatever their number."""
+    """Return the reasons to refuse devices of a kind for a spec, regardless of their number."""
     return [*_format_problems(spec, kind), *_speculation_problems(spec, kind)]
 
 
 def _speculation_problems(spec: RunSpec, kind: str) -> list[Problem]:
-    """Drafts from other responses, with many sequences on a GPU."""
+    """Return the problem of drafting from other responses with many sequences on a GPU."""
     if spec.supervised or kind == CPU_KIND or not spec.generation.speculation.remembers:
         return []
     method, sequences = spec.generation.speculation.method, spec.generation.engine.sequence_limit
@@ -177,7 +182,7 @@ def _speculation_problems(spec: RunSpec, kind: str) -> list[Problem]:
 
 
 def _format_problems(spec: RunSpec, kind: str) -> list[Problem]:
-    """The problem of float32 on GPUs, which is of use for comparisons only."""
+    """Return the problems of float32 on GPUs, which is useful only for comparisons."""
     if spec.placement.float32_on_gpus:
         return []
     learning = spec.placement.kind_of_learner(kind)
@@ -194,7 +199,8 @@ def _format_problems(spec: RunSpec, kind: str) -> list[Problem]:
 
 
 def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
-    """Why a run is not started on these devices: refused settings, and what does not fit; empty if it is."""
+    """Return the reasons to refuse a run on these devices: rejected settings and insufficient memory. Empty if it can
+    start."""
     refused = (
         f"{problem.where}: {problem.what}; {problem.hint}" for problem in device_problems(asked.spec, asked.sheet.kind)
     )
@@ -202,12 +208,12 @@ def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
 
 
 def placed(asked: Question) -> RunSpec:
-    """Decide what a spec leaves open: `placement.mode`, ranks, actors, devices per actor, turns and offload.
+    """Resolve what a spec leaves open: `placement.mode`, ranks, actors, devices per actor, turns and offload.
 
-    The first candidate of `_candidates` that fits with room for a batch of sequences is taken; failing that the first
-    that fits at all. Offload makes steps slower, so it is tried when nothing else fits. All that is decided with
-    activation checkpointing, and with forward passes of PASS_TOKENS. Then states are split inside nodes where that
-    fits, too; and remaining memory goes to kept activations, larger passes and larger blocks of logits.
+    Takes the first candidate of `_candidates` that fits with room for a batch of sequences, or else the first that fits
+    at all. Offload slows steps down, so it is tried only if nothing else fits. These choices are made with activation
+    checkpointing and with forward passes of PASS_TOKENS. Afterwards, states are sharded within nodes if that fits too,
+    and remaining memory goes to kept activations, larger passes and larger blocks of logits.
     """
     open_keys = {f"{name}.gradient_checkpointing": True for name in _open_checkpointing(asked.spec)}
     small = replace(asked, spec=edited(asked.spec, open_keys))
@@ -223,8 +229,8 @@ def _open_checkpointing(spec: RunSpec) -> tuple[str, ...]:
 
 
 def _with_kept_activations(asked: Question, spec: RunSpec) -> RunSpec:
-    """The spec without activation checkpointing for each trained model that leaves it open and has room for that, if
-    need be beside engines whose KV cache still holds all samples of a step."""
+    """Disable activation checkpointing for each trained model that leaves it open and has room, if needed by shrinking
+    engines whose KV cache still holds all samples of a step."""
     for name in _open_checkpointing(asked.spec):
         tokens, kept = spec.trained[name].pass_tokens, {f"{name}.gradient_checkpointing": False}
         changed = (edited(each, kept) for each in _with_smaller_engines(asked, spec))
@@ -233,7 +239,8 @@ def _with_kept_activations(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _with_smaller_engines(asked: Question, spec: RunSpec) -> Iterator[RunSpec]:
-    """The spec, then with smaller fractions of co-located engines, if they are open, down to what samples need."""
+    """Yield the spec, then variants with smaller fractions for co-located engines if these are open, down to what
+    samples need."""
     yield spec
     if spec.supervised or spec.placement.mode != "colocated" or spec.placement.in_turns or is_set(asked.spec, FRACTION):
         return
@@ -248,8 +255,8 @@ def _samples_per_actor(spec: RunSpec) -> int:
 
 
 def _with_large_passes(asked: Question, spec: RunSpec) -> RunSpec:
-    """The spec with an open `micro_batch_tokens` of each trained model decided on GPUs: the most that has room, in
-    steps of PASS_STEP."""
+    """Resolve an open `micro_batch_tokens` of each trained model on GPUs: the most tokens with room, in steps of
+    PASS_STEP."""
     for name in (name for name, part in spec.trained.items() if part.micro_batch_tokens == "auto"):
         if asked.learner_sheet.kind == CPU_KIND:
             continue
@@ -262,16 +269,18 @@ def _with_large_passes(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _has_room(asked: Question, spec: RunSpec, name: str, tokens: int) -> bool:
-    """Whether passes of a trained model of SPARE_TOKENS times `tokens` fit, with any number of its ranks."""
+    """Return whether passes with SPARE_TOKENS times `tokens` of a trained model fit, with any number of its ranks."""
     spec = edited(spec, {f"{name}.micro_batch_tokens": math.ceil(SPARE_TOKENS * tokens)})
     fewest = edited(spec, {"learner.ranks": spec.learner.fewest_ranks})
     return _fits(asked, spec) and (fewest == spec or _fits(asked, fewest))
 
 
 def _with_large_batches(asked: Question, spec: RunSpec) -> RunSpec:
-    """The spec with `max_sequences: auto` and `max_batch_tokens: auto` decided on GPUs: as many sequences as an actor
-    has samples in a step, in powers of two, as long as the KV cache holds half of them at their longest; and vLLM's
-    batch tokens for the device, as long as there is room for a batch of sequences beside them."""
+    """Resolve `max_sequences: auto` and `max_batch_tokens: auto` on GPUs.
+
+    Sequences: as many as an actor has samples in a step, in powers of two, provided the KV cache holds half of them at
+    full length. Batch tokens: vLLM's value for the device, provided there is room for a batch of sequences as well.
+    """
     engine, sheet = spec.generation.engine, asked.sheet
     if spec.supervised or sheet.kind == CPU_KIND or "auto" not in (engine.max_sequences, engine.max_batch_tokens):
         return spec
@@ -290,8 +299,7 @@ def _with_large_batches(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _with_large_logits(asked: Question, spec: RunSpec) -> RunSpec:
-    """The spec with `learner.logits_mib: auto` decided on GPUs: the largest block that would fit at twice its size,
-    too."""
+    """Resolve `learner.logits_mib: auto` on GPUs: the largest block for which twice its size still fits."""
     if asked.learner_sheet.kind == CPU_KIND or spec.learner.logits_mib != "auto":
         return spec
     key = "learner.logits_mib"
@@ -301,8 +309,10 @@ def _with_large_logits(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _inside_nodes(asked: Question, spec: RunSpec) -> RunSpec:
-    """The spec with `shard_ranks: auto` decided for each trained model, where ranks with a GPU each are on several
-    nodes. Offloaded states are not copied: the memory of other hosts is not known here."""
+    """Resolve `shard_ranks: auto` of each trained model whose ranks have a GPU each and span several nodes.
+
+    Offloaded states are not replicated, because the memory of other hosts is unknown here.
+    """
     for name, part in spec.trained.items():
         if asked.learner_sheet.kind == CPU_KIND or part.shard_ranks != "auto" or part.offload:
             continue
@@ -325,13 +335,13 @@ def _with_all_ranks(asked: Question) -> RunSpec:
             fitting = fitting or changed
         if fitting is not None:
             return fitting
-    # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
+    # Nothing fits: return the placement that large models need, so that its problems and nearest change are reported.
     last = _with_fewest(_last_resort(asked))
     return edited(last, dict.fromkeys(_open_ranks(last), _side(asked, last)))
 
 
 def _with_offload(asked: Question) -> Iterator[Question]:
-    """Yield the question as it is, then with the trained states in host memory where the spec leaves that open."""
+    """Yield the question, then a variant with trained states in host memory if the spec leaves that open."""
     yield asked
     open_keys = [key for key in (f"{name}.offload" for name in asked.spec.trained) if not is_set(asked.spec, key)]
     if open_keys and asked.learner_sheet.kind != CPU_KIND:
@@ -339,7 +349,7 @@ def _with_offload(asked: Question) -> Iterator[Question]:
 
 
 def _holds(asked: Question, spec: RunSpec, sequences: int) -> bool:
-    """Whether the KV cache of an actor holds this many of the longest sequences."""
+    """Return whether an actor's KV cache holds this many sequences of maximum length."""
     plan = replace(asked, spec=spec).plan()
     return plan.kv_tokens is None or plan.kv_tokens >= sequences * plan.sequence_tokens
 
@@ -349,7 +359,7 @@ def _open_actors(spec: RunSpec) -> bool:
 
 
 def _filled(asked: Question, spec: RunSpec) -> RunSpec:
-    """The spec with as many actors as its side of the devices has room for, if their number is open."""
+    """Return the spec with as many actors as fit on its side of the devices, if their number is open."""
     if not _open_actors(spec):
         return spec
     shared = spec.placement.mode == "colocated" or spec.placement.learner_kind is not None
@@ -372,14 +382,16 @@ def _fits(asked: Question, spec: RunSpec) -> bool:
 
 
 def _side(asked: Question, spec: RunSpec) -> int:
-    """The number of devices on the learner's side."""
+    """Return the number of devices on the learner side."""
     return asked.count if spec.placement.mode == "colocated" else spec.placement.learner_devices
 
 
 def _with_others(asked: Question, spec: RunSpec) -> RunSpec | None:
-    """The spec with the ranks of critic, reference and reward models, where they are open; None if they do not fit. A
-    critic learns while all else waits, so it has the most ranks that fit; the others have what `_with_frozen` gives
-    them, beside it or on devices that it leaves."""
+    """Resolve open ranks of critic, reference and reward models; return None if they do not fit.
+
+    A critic learns while everything else waits, so it gets the most ranks that fit. The others get the ranks from
+    `_with_frozen`, on the critic's devices or on those it leaves free.
+    """
     side, keys = _side(asked, spec), _open_ranks(spec)
     trained = [key for key in keys if key.partition(".")[0] in spec.trained]
     frozen = [key for key in keys if key not in trained]
@@ -392,8 +404,11 @@ def _with_others(asked: Question, spec: RunSpec) -> RunSpec | None:
 
 
 def _with_frozen(asked: Question, spec: RunSpec, keys: Sequence[str], most: int) -> RunSpec:
-    """A spec that fits with `most` ranks for each of `keys`, with those of one node: each takes a share of the batch,
-    and what is gathered of the weights stays on the node's own links. More only where it fits with no fewer."""
+    """Return a spec that fits, given that `most` ranks for each of `keys` fit, preferring the ranks of one node.
+
+    Each rank takes a share of the batch, and gathering weights within a node uses its own links. More ranks are used
+    only if fewer do not fit.
+    """
     for key in keys:
         counts = sorted(more_ranks(most), key=lambda ranks: (ranks > NODE_DEVICES, abs(NODE_DEVICES - ranks)))
         spec = next(each for each in (edited(spec, {key: ranks}) for ranks in counts) if _fits(asked, each))
@@ -412,14 +427,15 @@ def _last_resort(asked: Question) -> RunSpec:
 
 
 def _apart(asked: Question) -> int:
-    """The most devices that the learner can have beside the fewest actors that draw, and those that prefill."""
+    """Return the most devices that the learner can have in addition to the minimum number of generation and prefill
+    actors."""
     spec = asked.spec
     engines = spec.scaling.generation.min_actors + spec.scaling.prefill.max_actors
     return asked.count - engines * spec.generation.engine.devices_per_actor
 
 
 def _candidates(asked: Question) -> Iterator[RunSpec]:
-    """Placements of a run, the cheapest first: co-located, with larger shares for engines first; co-located in turns;
+    """Yield the placements of a run, cheapest first: co-located, larger engine fractions first; co-located with turns;
     disaggregated. Each with 1, 2, 4 and 8 devices per actor if that is open."""
     spec = asked.spec
     for changes in _together(asked) if spec.placement.mode in ("auto", "colocated") else ():
@@ -435,7 +451,7 @@ def _candidates(asked: Question) -> Iterator[RunSpec]:
 
 
 def _together(asked: Question) -> Iterator[dict[str, Any]]:
-    """Changes of a co-located run, in the order of `_candidates`."""
+    """Yield the changes of a co-located run, in the order of `_candidates`."""
     spec = asked.spec
     if spec.supervised or asked.sheet.kind == CPU_KIND:
         yield {}
@@ -449,7 +465,7 @@ def _together(asked: Question) -> Iterator[dict[str, Any]]:
 
 
 def _devices_per_actor(asked: Question) -> tuple[int, ...]:
-    """Sizes of tensor parallelism that divide the model's heads, inside one machine."""
+    """Return the tensor parallel sizes within one machine that divide the model's heads."""
     engine, shape = asked.spec.generation.engine, asked.shape
     if engine.tensor_parallel_size != "auto":
         return (engine.devices_per_actor,)
@@ -462,7 +478,7 @@ def _devices_per_actor(asked: Question) -> tuple[int, ...]:
 
 
 def may_take_turns(spec: RunSpec) -> bool:
-    """Whether no other key excludes `placement.turns` (the validators of RunSpec)."""
+    """Return whether `placement.turns` is compatible with all other keys (the validators of RunSpec)."""
     return not (
         spec.schedule.steps_ahead
         or spec.scaling.prefill.on
@@ -472,8 +488,7 @@ def may_take_turns(spec: RunSpec) -> bool:
 
 
 def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
-    """The spec with each possible number of learner ranks, if it leaves that open; one rank on each device of its
-    side."""
+    """Yield the spec with each possible number of learner ranks, if open: one rank per device of the learner side."""
     if spec.learner.ranks != "auto":
         yield spec
     elif spec.placement.mode == "colocated":
@@ -486,8 +501,9 @@ def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
 
 
 def timed(asked: Question) -> RunSpec:
-    """The spec with time-outs that a model of this size does not exceed even at the slowest rates above, in whole
-    minutes. The defaults are for small models: they stay where the size adds less than SMALL_SHARE of them.
+    """Resolve timeouts that a model of this size stays within even at the slowest rates above, in whole minutes.
+
+    The defaults are for small models and stay if the size adds less than SMALL_SHARE to them.
 
         start_s      + b P / rate            reading the model
         sync_s       + 2 b P / rate          an actor's pull of the weights, and reading them again

@@ -1,11 +1,11 @@
-"""The price book: the price of a device while it is held, working or not.
+"""The price book: the price of a device while it is held, whether it works or not.
 
-A YAML file of the user's, by default the prices in the table of devices (`devices.yaml` in this folder);
-docs/prices.md is the guide. Every figure carries its source and date, because rental prices differ by a factor of three
-between sellers and change by the month.
+A user-supplied YAML file; by default the prices in the table of devices (`devices.yaml` in this folder). See
+docs/prices.md. Every figure carries its source and date, because rental prices differ by a factor of three between
+sellers and change by the month.
 
-The bill of a run (`cost_usd`) is time held x price, to the second. `accounting.leased_usd` adds the rounding by
-sellers, and `RentalTerms` has it for policies. `AcquisitionLags` has how long devices take to come.
+The cost of a run (`cost_usd`) is time held x price, to the second. `accounting.leased_usd` adds the sellers' rounding,
+and `RentalTerms` provides it to policies. `AcquisitionLags` estimates how long devices take to arrive.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ M = TypeVar("M", bound=SpecModel)
 SECONDS_PER_HOUR = 3600.0
 
 Rate = Literal["usd_per_hour", "saved_usd_per_hour", "released_usd_per_hour"]
-"""Of a DevicePrice: what it costs, and the parts of that which its release saves and does not."""
+"""Rates of a DevicePrice: its full price, and the parts of it that a release does and does not save."""
 
 PriceSource = Literal["rent", "hyperscaler"]
 
 PRICE_SOURCES: tuple[PriceSource, ...] = get_args(PriceSource)
-"""The sources of the bundled table: what smaller clouds rent a device for, which is the default, and a hyperscaler's
-price on demand. They differ up to fourfold, and not by the same factor for each kind."""
+"""The sources of the bundled table: the rent at smaller clouds (the default), and a hyperscaler's on-demand price. They
+differ up to fourfold, and by a different factor for each kind."""
 
 DEVICES_FILE = "rlhfless/scaling/devices.yaml"
-"""The table of devices, for a reader of a message."""
+"""Path of the table of devices, for messages."""
 
 
 class PriceError(UserError):
-    """A device kind without a price. The message names it and the known kinds."""
+    """Raised for a device kind without a price. The message names it and the known kinds."""
 
 
 Usd = Annotated[float, Field(ge=0)]
@@ -143,14 +143,14 @@ class DeviceTerms(Cited):
 
     @property
     def released_usd_per_hour(self) -> float:
-        """The cost of a device after its release: 0 for one that is rented by itself."""
+        """Return the cost of a device after its release: 0 if it is rented individually."""
         if self.owned is not None:
             return self.usd_per_hour * (1 - self.owned.released_value)
         return self.usd_per_hour if self.rented_by == "node" else 0.0
 
     @property
     def saved_usd_per_hour(self) -> float:
-        """The saving per hour of releasing a device."""
+        """Return the hourly saving from releasing a device."""
         return self.usd_per_hour - self.released_usd_per_hour
 
 
@@ -186,7 +186,7 @@ class PriceBook(SpecModel):
         return self
 
     def device(self, kind: str) -> DevicePrice:
-        """The entry of a kind. Raises PriceError for a kind that the book does not have."""
+        """Return the entry of a kind. Raises PriceError if the book has none."""
         for device in self.devices:
             if device.kind == kind:
                 return device
@@ -199,23 +199,23 @@ class PriceBook(SpecModel):
         )
 
     def usd_per_s(self, shared: Iterable[tuple[Device, float]], rate: Rate) -> float:
-        """US dollars per second of shares of devices. Raises PriceError for a kind without a price."""
+        """Return US dollars per second of shares of devices. Raises PriceError for a kind without a price."""
         per_hour = (share * float(getattr(self.device(device.kind), rate)) for device, share in shared)
         return math.fsum(per_hour) / SECONDS_PER_HOUR
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The device kinds that have a price."""
+        """Return the device kinds that have a price."""
         return tuple(device.kind for device in self.devices)
 
     def occupies(self, holding: Holding) -> bool:
-        """Whether the device of a holding is paid for. It is not if the replica holds no device, or sleeps at a price
+        """Return whether a holding's device is billed. It is not if the replica holds no device, or sleeps at a price
         for sleep."""
         asleep = holding.state is ReplicaState.SLEEPING
         return holding.state.holds_device and not (asleep and self.device(holding.device_kind).residency is not None)
 
     def cost_usd(self, holdings: Iterable[Holding]) -> float:
-        """The cost of the holdings: device-seconds x price of their state.
+        """Return the cost of the holdings: device-seconds x price of their state.
 
         Raises PriceError for a device kind without a price.
         """
@@ -232,12 +232,12 @@ class PriceBook(SpecModel):
         return self.device(holding.device_kind).usd_per_hour
 
     def snapshot(self) -> dict[str, Any]:
-        """The book as JSON values, for the trace; `PriceBook.model_validate` reads it back."""
+        """Return the book as JSON values for the trace; `PriceBook.model_validate` reads it back."""
         return self.model_dump(mode="json")
 
 
 OWN_DEVICES = "RLHFLESS_DEVICES"
-"""The variable that names a file with devices of the user's own, in the form of the bundled table."""
+"""Environment variable that names a file with the user's own devices, in the format of the bundled table."""
 
 
 class _OwnEntry(SpecModel):
@@ -255,19 +255,19 @@ class _OwnTable(SpecModel):
 
 @cache
 def bundled_devices() -> tuple[dict[str, Any], ...]:
-    """The entries of the bundled table of devices: figures and price of each kind."""
+    """Return the entries of the bundled table of devices: figures and price of each kind."""
     text = files(__package__).joinpath("devices.yaml").read_text("utf-8")
     return tuple(yaml.load(text, yaml.CSafeLoader)["devices"])
 
 
 def own_devices(model: type[M]) -> M | None:
-    """The file of the user's own devices; None without one. Raises InputError."""
+    """Return the parsed file of the user's own devices, or None without one. Raises InputError."""
     path = os.environ.get(OWN_DEVICES)
     return read_values(path, model, f"correct {OWN_DEVICES}, or leave it out") if path else None
 
 
 def load_price_book(path: str | os.PathLike[str] | None = None) -> PriceBook:
-    """Reads a price book; without `path` the prices of the bundled table of devices, and of the user's own.
+    """Load a price book; without `path`, the prices of the bundled table of devices and of the user's own.
 
     Raises InputError with all problems: file, line, field, value, and the hint.
     """
@@ -281,35 +281,35 @@ def load_price_book(path: str | os.PathLike[str] | None = None) -> PriceBook:
     return read_values(path, PriceBook, "correct `scaling.prices`, or leave it out for the bundled price book")
 
 
-# A time that is a multiple of the granularity but for rounding is not rounded up to the next one.
+# Keeps a time that is a multiple of the granularity, up to rounding, from being rounded up to the next one.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class RentalTerms:
-    """How devices are rented, for policies and the simulator."""
+    """Rental terms of devices, for policies and the simulator."""
 
     granularity_s: float = 0.0
     """A lease is billed in multiples of this; 0 bills the time used."""
     minimum_s: float = 0.0
-    """Shortest lease that is billed."""
+    """Shortest billed lease."""
     reacquire_s: float = 0.0
-    """Seconds from asking for a device that was given back until it is there, each time; not billed."""
+    """Seconds from requesting a released device until it is available again; not billed."""
 
     @classmethod
     def of(cls, billings: Iterable[Billing | None], reacquire_s: float) -> RentalTerms:
-        """The dearest of the terms of several kinds of devices."""
+        """Return the most expensive combination of the terms of several kinds of devices."""
         known = [billing for billing in billings if billing is not None]
         granularity_s = max((billing.granularity_s for billing in known), default=0.0)
         return cls(granularity_s, max((billing.minimum_s for billing in known), default=0.0), reacquire_s)
 
     @property
     def free(self) -> bool:
-        """Whether a device can be given back and taken again at no cost."""
+        """Return whether releasing and reacquiring a device is free."""
         return self == RentalTerms()
 
     def paid_until_s(self, start_s: float, end_s: float) -> float:
-        """The end of the time that is paid for, of a lease that is held from `start_s` to `end_s`."""
+        """Return the end of the paid time of a lease held from `start_s` to `end_s`."""
         return start_s + self._billed_s(end_s - start_s)
 
     def _billed_s(self, held_s: float) -> float:
@@ -321,35 +321,36 @@ class RentalTerms:
         return max(math.ceil(at_least_s / self.granularity_s - _ROUNDING) * self.granularity_s, held_s)
 
     def another_s(self, lease_s: float) -> float:
-        """Expected seconds that one more lease of about `lease_s` is billed beyond its use."""
+        """Return the expected seconds that another lease of about `lease_s` is billed beyond its use."""
         return self.granularity_s / 2 + max(self.minimum_s - lease_s, 0.0)
 
 
 ACQUIRE = "acquire"
-"""Kind of the decisions that say how long devices were waited for."""
+"""Kind of the decisions that record waits for devices."""
 
 RECENT = 8
-"""Waits of a kind that an estimate is made of: it follows a cloud whose machines become rare within a day."""
+"""Number of latest waits per kind in an estimate, few enough to follow a cloud whose machines become scarce within a
+day."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """Devices of one node that a run asked for and got."""
+    """Devices of one node that a run requested and got."""
 
     device_kind: str
     devices: int
     asked_s: float  # unix time
     held_s: float
     node_came: bool
-    """Their node was not in the cluster when they were asked for."""
+    """Whether their node was absent from the cluster when they were requested."""
 
     @property
     def lag_s(self) -> float:
-        """Seconds from the demand until the devices were held."""
+        """Return the seconds from the request until the devices were held."""
         return self.held_s - self.asked_s
 
     def decision(self, step: int) -> Decision:
-        """The wait as a row of the trace."""
+        """Return the wait as a row of the trace."""
         inputs: dict[str, float | int | str | bool] = {
             "device_kind": self.device_kind,
             "devices": self.devices,
@@ -360,7 +361,7 @@ class Acquired:
 
     @classmethod
     def of(cls, decisions: Iterable[Decision]) -> list[Acquired]:
-        """The rows of a trace that are of this kind."""
+        """Return the waits recorded in a trace's decisions."""
         return [
             cls(
                 str(row.inputs["device_kind"]),
@@ -375,7 +376,7 @@ class Acquired:
 
 
 class AcquisitionLags:
-    """Estimates how long devices take whose node has to be brought by an autoscaler."""
+    """Estimates of how long devices take to arrive if an autoscaler must add their node."""
 
     def __init__(self, prices: PriceBook, earlier: Iterable[Acquired] = ()) -> None:
         self._prices = prices
@@ -384,13 +385,13 @@ class AcquisitionLags:
             self.add(acquired)
 
     def add(self, acquired: Acquired) -> None:
-        """Learns from a wait; one for devices of a node that was present says nothing about a node that has to come."""
+        """Record a wait. Waits for devices of a present node are ignored."""
         if acquired.node_came:
             self._lags_s[acquired.device_kind].append(acquired.lag_s)
 
     def lag_s(self, kind: str) -> float:
-        """The median of the last measured lags of a kind; before the first, `provisioning.lag_s` of the price book, or
-        0 if that has none."""
+        """Return the median of the last measured lags of a kind, or `provisioning.lag_s` of the price book before the
+        first measurement, or 0 without either."""
         if measured := self._lags_s.get(kind):
             return median(measured)
         provisioning = self._prices.device(kind).provisioning
@@ -398,7 +399,7 @@ class AcquisitionLags:
 
 
 def fitting(groups: Sequence[DeviceGroup], nodes: Sequence[Node]) -> frozenset[str]:
-    """Names of the groups that fit, one after the other, on what is free on the nodes that are there."""
+    """Return the names of the groups that fit, one after the other, into the nodes' free devices."""
     free = Counter({(node.name, kind): node.free(kind) for node in nodes for kind in {group.kind for group in groups}})
     fits = set()
     for group in groups:
@@ -410,7 +411,7 @@ def fitting(groups: Sequence[DeviceGroup], nodes: Sequence[Node]) -> frozenset[s
 
 
 def by_kind(acquired: Collection[Acquired]) -> Mapping[str, tuple[list[float], list[float]]]:
-    """By device kind: lags of devices whose node was there, and of devices whose node came."""
+    """Return, by device kind, the lags of devices whose node was present, and of those whose node joined."""
     lags_s: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for one in acquired:
         lags_s[one.device_kind][one.node_came].append(one.lag_s)
@@ -418,7 +419,7 @@ def by_kind(acquired: Collection[Acquired]) -> Mapping[str, tuple[list[float], l
 
 
 def started(decisions: Iterable[Decision]) -> list[dict[str, float]]:
-    """The starts of engines in these rows: the seconds of each phase, by StartPhase."""
+    """Return the engine starts in these rows: seconds per phase (StartPhase)."""
     starts = [decision.inputs for decision in decisions if decision.kind == START]
     return [
         {name.removesuffix("_s"): float(value) for name, value in inputs.items() if name.endswith("_s")}
@@ -427,6 +428,6 @@ def started(decisions: Iterable[Decision]) -> list[dict[str, float]]:
 
 
 def mean_phases(starts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean seconds of each phase, in the order of StartPhase; a phase counts as 0 in a start without it."""
+    """Return the mean seconds of each phase, in the order of StartPhase. A phase missing from a start counts as 0."""
     present = [str(phase) for phase in StartPhase if any(phase in start for start in starts)]
     return {phase: fmean(start.get(phase, 0.0) for start in starts) for phase in present}
