@@ -1,1 +1,1 @@
-"""The control API: runs that are POSTed, their life cycle, the database, events, and the page."""
+"""The control API: POSTed runs, their life cycle, the database, events, and the page."""

@@ -1,8 +1,8 @@
-"""The interface between the service and the drivers of its runs: what a driver delivers, and the answer.
+"""The interface between the service and the drivers of its runs: deliveries and their answers.
 
-A driver puts *items* into its outbox, numbered without gaps over all attempts of the run, and pushes them in order. The
-service takes each once. A push also has the driver's state (`DriverState`), which is not kept, and its answer says
-what the service wants of the driver.
+A driver puts *items* into its outbox, numbered without gaps across all attempts of the run, and pushes them in order.
+The service accepts each item once. A push also carries the driver's state (`DriverState`), which is not stored. The
+answer carries the service's requests to the driver.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rlhfless.control.objects import DeviceWork, ReplicaNow
 from rlhfless.spec.errors import Problem
 
 PROTOCOL = 2
-"""Version of the messages between driver and service. An upgrade replaces one before the other, so both ignore fields
-that they do not know; a new field has a default, and an item of a new kind may be lost. A change that the other side
-cannot ignore takes another number, and driver and service then refuse each other."""
+"""Version of the messages between driver and service. An upgrade replaces one side first, so both sides ignore unknown
+fields; a new field has a default, and an item of a new kind may be lost. A change that the other side cannot ignore
+raises the number, and driver and service then refuse each other."""
 
 ITEMS_PER_PUSH = 500
-"""Most items of one push: a driver that was cut off for long delivers in several."""
+"""Maximum number of items in a push. A driver that was cut off for long delivers in several pushes."""
 
 
 def refusal(driver: int, service: int) -> str:
-    """Return the message, with the hint, for a driver and a service of different protocols."""
+    """Return the message, with a hint, for a driver and a service with different protocols."""
     return (
         f"the run's driver speaks protocol {driver}, and the service protocol {service}: the images of the Ray cluster "
         "and of the service are of different versions of rlhfless. Samples and checkpoints are kept. The "
@@ -36,7 +36,7 @@ def refusal(driver: int, service: int) -> str:
 
 
 class OtherProtocol(RuntimeError):
-    """A driver was started by a service of another protocol."""
+    """A service with another protocol started the driver."""
 
     def __init__(self, attempt: int, protocol: int) -> None:
         """`attempt` of the driver; `protocol` of the service."""
@@ -50,7 +50,7 @@ class _Message(BaseModel):
 
 
 class Item(_Message):
-    """An occurrence in a run that must not be lost."""
+    """A run event that must not be lost."""
 
     seq: int = Field(ge=1)
     attempt: int = Field(ge=1)
@@ -64,12 +64,12 @@ class DriverExit(_Message):
     """How a driver has ended: the data of an item of kind `ended`."""
 
     status: Status
-    """The status of the run, unless its user has requested another meanwhile."""
+    """The status of the run, unless its user has requested another one meanwhile."""
     reason: str
     error: dict[str, Any] | None = None
     """code, message, param, problems."""
     retry: bool = False
-    """The run was not at fault: another driver may succeed."""
+    """True if the run was not at fault, so another driver may succeed."""
 
 
 def failure(code: str, message: str, param: str | None = None, problems: Sequence[Problem] = ()) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def failure(code: str, message: str, param: str | None = None, problems: Sequenc
 
 
 OUT_OF_MEMORY = "out_of_memory"
-"""Code of the error of a run of which the driver or a function needed more memory than it may have."""
+"""Error code of a run whose driver or function exceeded its memory limit."""
 
 
 class LeaseWanted(_Message):
@@ -90,16 +90,16 @@ class LeaseWanted(_Message):
     maximum: int = Field(ge=1)
     unit: int = Field(ge=1)
     held: int = Field(ge=0)
-    """Devices that the run uses now."""
+    """Number of devices that the run uses now."""
     tenants: int = Field(default=1, ge=1)
-    """Most runs that it shares them with, itself included."""
+    """Maximum number of runs that share the devices, including this run."""
 
 
 class DriverState(_Message):
-    """What a driver does at the moment of a push."""
+    """The state of a driver at the moment of a push."""
 
     reason: str
-    """What the driver does or waits for, in words."""
+    """Current activity or wait, as text."""
     left_s: float | None = None
     lease: LeaseWanted | None = None
     replicas: list[ReplicaNow] = []
@@ -120,51 +120,51 @@ class Push(Introduction):
     items: list[Item] = Field(max_length=ITEMS_PER_PUSH)
     now: DriverState
     marked: bool = False
-    """The driver has left its mark in the run's folder, and has no answer yet."""
+    """The driver has left its mark in the run's folder, and has not received an answer yet."""
 
 
 class PushAnswer(_Message):
-    """What the service has received, and what it wants of the driver."""
+    """The service's acknowledgement, and its requests to the driver."""
 
     pushed: int
-    """Number of the last item that the service has: the next push begins with the following item."""
+    """Number of the last stored item. The next push starts with the following item."""
     desired_state: Literal["run", "pause", "cancel", "yield"]
-    """`yield`: stop after the step, as for a pause; the run goes on when its turn comes again."""
+    """`yield`: stop after the step as for a pause; the run resumes at its next turn."""
     granted: int
-    """Devices that the run may hold; 0 while it waits for its lease."""
+    """Number of devices that the run may hold; 0 while it waits for its lease."""
     lease_reason: str
-    """Why the run waits for devices, in words."""
+    """Why the run waits for devices, as text."""
 
 
 class HostAnswer(_Message):
-    """The service's answer to the host of a cluster elsewhere."""
+    """The service's answer to the host of a remote cluster."""
 
     leaving: dict[str, float] = {}
-    """Addresses of nodes that are about to leave, and when (unix time; 0: not known)."""
+    """Addresses of nodes that are about to leave, and the unix time at which they leave; 0 if unknown."""
 
 
 class DriverOrder(_Message):
-    """The input of a driver: a file in its run's folder that its user alone can read."""
+    """The input of a driver: a file in its run's folder that only its user can read."""
 
     protocol: int = PROTOCOL
     run_id: str
     attempt: int
     token: str
     service_file: str
-    """The file with the service's address, also after a restart."""
+    """File with the service's address, also after a restart."""
     service_url: str | None
-    """The service's address, for a driver elsewhere."""
+    """The service's address, for a remote driver."""
     ray_address: str
     one_machine: bool
-    """The Ray cluster is this machine alone."""
+    """Whether the Ray cluster consists of this machine alone."""
     http_hosts: list[str]
     """See ServiceSettings.http_hosts."""
     roots: list[str] | None = None
-    """See ServiceSettings.roots; None of a service that does not say."""
+    """See ServiceSettings.roots. None if the service does not send them."""
     allow_hub: bool = True
     """See ServiceSettings.allow_hub."""
     spec: dict[str, Any]
-    """As it was POSTed."""
+    """The spec as POSTed."""
     sizes: dict[str, int] = {}
     """See ServiceSettings.sizes."""
     memory_gib: float | None = None

@@ -1,4 +1,4 @@
-"""Errors of the API: one envelope, `{"error": {"code", "message", "param", "problems"}}`."""
+"""Errors of the API in one envelope: `{"error": {"code", "message", "param", "problems"}}`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ApiError(Exception):
         problems: Sequence[Problem] = (),
         retry_after_s: float | None = None,
     ) -> None:
-        """`code`: for programs, never changes; `message`: names the value and the hint; `param`: the dotted field."""
+        """`code`: stable, for programs. `message`: names the value and the hint. `param`: the dotted field."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -43,7 +43,7 @@ def not_found(what: str, name: str) -> ApiError:
 
 
 def invalid_request(problems: Sequence[Problem]) -> ApiError:
-    """Return the 422 error for wrong fields of a request; its message names the first."""
+    """Return the 422 error for wrong fields of a request. Its message names the first field."""
     first = problems[0]
     hint = f"; {first.hint}" if first.hint else ""
     message = f"{first.where or 'the body'}: {first.what}{hint}"

@@ -1,4 +1,4 @@
-"""Checks before a request reaches the application: its origin, its size, and how many requests its sender makes.
+"""Checks before a request reaches the application: its origin, its size, and its sender's request rate.
 
 This is ASGI middleware, because it must not delay streams.
 """
@@ -21,10 +21,10 @@ from rlhfless.control.settings import ServiceSettings
 from rlhfless.functions.loopback import is_loopback
 
 REFUSALS_PER_MINUTE = 60
-"""Requests of one address with a wrong key; further requests of the address are refused until the next minute."""
+"""Requests with a wrong key that an address may send. Further requests are refused until the next minute."""
 
 FREE = ("/healthz", "/readyz", "/internal/")
-"""Paths without a limit of requests: probes, and drivers, whose number the service limits."""
+"""Paths without a rate limit: probes, and drivers, whose number the service limits."""
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -39,8 +39,8 @@ class Gate:
         self._app = app
         self._settings = settings
         self._open_to_all = open_to_all
-        # The synchronous storage would start a thread for each request, which takes a third of a second where all cores
-        # are busy.
+        # The synchronous storage would start a thread per request, which takes a third of a second when all cores are
+        # busy.
         self._limiter = FixedWindowRateLimiter(MemoryStorage())
         self._requests = RateLimitItemPerMinute(settings.requests.requests_per_minute)
         self._refusals = RateLimitItemPerMinute(REFUSALS_PER_MINUTE)
@@ -91,8 +91,10 @@ class Gate:
             raise ApiError(429, "too_many_streams", f"{self._streams} streams are open", retry_after_s=5.0)
 
     def _check_origin(self, port: int | None, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse requests of other sites' pages, which may reach loopback by a name that resolves to it. `port`: the
-        connection's own. Raises ApiError (403)."""
+        """Refuse requests of other sites' pages, which may reach loopback by a name that resolves to it.
+
+        `port` is the connection's own port. Raises ApiError (403).
+        """
         host = headers.get(b"host", b"").decode("latin-1")
         if not any(self._is_own(f"{scheme}://{host}", port) for scheme in _PORTS):
             hint = "ask it under its own address; behind a tunnel or a proxy, start it with --public-url"
@@ -113,7 +115,7 @@ class Gate:
         return ApiError(413, "too_large", f"a body may have {most:,} bytes; name prompts and models by path")
 
     async def _count_refusals(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and count its answer if it is a 401."""
+        """Forward a request, and count its answer if it is a 401."""
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 401:
@@ -141,8 +143,11 @@ class Gate:
 
 
 def _host_and_port(origin: str) -> tuple[str, int] | None:
-    """Return host and port of `http://host:port`; None for any other text. URL parsers are too lenient: they find a
-    host in `http://127.0.0.1:80.evil.example` and `http://evil.example@127.0.0.1`."""
+    """Return host and port of `http://host:port`; None for any other text.
+
+    URL parsers are too lenient: they find a host in `http://127.0.0.1:80.evil.example` and
+    `http://evil.example@127.0.0.1`.
+    """
     match = _ORIGIN.fullmatch(origin)
     if match is None:
         return None

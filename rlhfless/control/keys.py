@@ -1,4 +1,4 @@
-"""API keys and their scopes: made and revoked in the database, and checked with each request."""
+"""API keys and their scopes: created and revoked in the database, and checked with each request."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from rlhfless.util.errors import UserError
 Scope = Literal["read", "run", "admin"]
 
 SCOPES: tuple[Scope, ...] = ("read", "run", "admin")
-"""The scopes of keys; each includes the scopes before it."""
+"""The scopes of keys. Each includes the scopes before it."""
 
 PREFIX = "rlk_"
 
 LOCAL = "local"
-"""The owner of runs that are made without a key, on loopback."""
+"""Owner of runs that are created without a key, on loopback."""
 
 
 KEPT_S = 5.0
-"""Seconds after which the keys are read again, so that keys revoked by the command line are refused."""
+"""Seconds after which the keys are read again, so that keys revoked on the command line are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,18 @@ class Caller:
 
 
 def hashed(secret: str) -> str:
-    """Return the hash of a secret, which is stored. Secrets have 256 random bits, so a slow hash would gain nothing."""
+    """Return the hash of a secret, for storage. Secrets have 256 random bits, so a slow hash would gain nothing."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def make_key(session: Session, name: str, scope: Scope) -> tuple[KeyRow, str]:
-    """Make a key; return it with its secret, which is not stored."""
+    """Create a key, and return it with its secret. The secret is not stored."""
     secret = PREFIX + secrets.token_urlsafe(32)
     return put_key(session, name, scope, secret, replace=False), secret
 
 
 def put_key(session: Session, name: str, scope: Scope, secret: str, *, replace: bool = True) -> KeyRow:
-    """Make `secret` the key of this name. Idempotent. `replace`: revoke another key that has the name."""
+    """Make `secret` the key of this name. Idempotent. `replace`: revoke any other key with the name."""
     scopes: list[str] = list(SCOPES[: SCOPES.index(scope) + 1])
     named = select(KeyRow).where(KeyRow.name == name, KeyRow.revoked_at.is_(None))
     others = list(session.scalars(named)) if replace else []
@@ -71,7 +71,7 @@ def put_key(session: Session, name: str, scope: Scope, secret: str, *, replace: 
 
 
 def has_keys(session: Session) -> bool:
-    """Return whether there is a key that was not revoked."""
+    """Return whether a key exists that is not revoked."""
     return bool(session.scalar(select(func.count()).select_from(KeyRow).where(KeyRow.revoked_at.is_(None))))
 
 
@@ -79,7 +79,7 @@ class Keys:
     """The keys of a service, read again every few seconds."""
 
     def __init__(self, database: Database, *, required: bool) -> None:
-        """`required`: requests need a key even if none was ever made, because other machines reach the service."""
+        """`required`: require a key even if none was ever created, because other machines can reach the service."""
         self._database = database
         self._required = required
         self._known: dict[str, Caller] = {}
@@ -88,8 +88,8 @@ class Keys:
 
     @property
     def are_required(self) -> bool:
-        """Whether requests need a key, as last read. They do once a key was made: revoking the last key must not open
-        the service."""
+        """Whether requests need a key, as of the last read. Once a key was created they do: revoking the last key must
+        not open the service."""
         return self._required or self._any_was_made
 
     async def read(self) -> None:
@@ -100,7 +100,7 @@ class Keys:
         self._read_s = time.monotonic()
 
     async def caller(self, authorization: str | None) -> Caller:
-        """Return the sender of a request with this header. Raises ApiError (401), or Unavailable."""
+        """Return the sender of a request with this header. Raises ApiError (401) or Unavailable."""
         if time.monotonic() - self._read_s > KEPT_S:
             await self.read()
         if not self.are_required:
@@ -115,7 +115,7 @@ class Keys:
 
 
 def requires(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
-    """Make a dependency of routes: the caller, if its key has this scope. Raises ApiError (401, 403)."""
+    """Return a route dependency that returns the caller if its key has this scope. Raises ApiError (401, 403)."""
 
     async def caller(request: Request) -> Caller:
         service = request.app.state.service
@@ -128,11 +128,11 @@ def requires(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
 
 
 class NotSafe(UserError):
-    """The service would accept requests of anyone."""
+    """The service would accept requests from anyone."""
 
 
 def require_safe(settings: ServiceSettings, database: Database) -> None:
-    """Raises NotSafe if other machines reach the service, and it has no key."""
+    """Require a key if other machines can reach the service. Raises NotSafe."""
     if is_loopback(settings.host):
         return
     with Session(database.engine) as session:

@@ -1,11 +1,11 @@
-"""The life cycle of a run: which status follows which, and what a user may request in each. Pure.
+"""The life cycle of a run: the transitions between statuses, and the user requests allowed in each. Pure functions.
 
     queued -> validating -> provisioning -> running -> succeeded | failed | cancelled
                                  running -> pausing -> paused -> queued (resumed)
                     any with a driver -> cancelling -> cancelled
 
-A `queued` run waits for its turn, a `provisioning` run for devices and for the start of its functions. A `paused` run
-keeps its checkpoint and holds no device. A run that gives way to a run of higher priority is `queued` again.
+A `queued` run waits for its turn, and a `provisioning` run waits for devices and for its functions to start. A `paused`
+run keeps its checkpoint and holds no device. A run that yields to a run of higher priority is `queued` again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Status(StrEnum):
 
 
 class DesiredState(StrEnum):
-    """The last request of the run's user."""
+    """The last state that the run's user requested."""
 
     RUN = "run"
     PAUSE = "pause"
@@ -35,13 +35,13 @@ class DesiredState(StrEnum):
 
 
 ENDED = frozenset({Status.SUCCEEDED, Status.FAILED, Status.CANCELLED})
-"""Statuses that never change again."""
+"""Final statuses."""
 
 AT_REST = ENDED | {Status.PAUSED}
 """Statuses of runs without a driver or a device."""
 
 DRIVEN = frozenset({Status.VALIDATING, Status.PROVISIONING, Status.RUNNING, Status.PAUSING, Status.CANCELLING})
-"""Statuses of runs that have a driver, or should have one."""
+"""Statuses of runs that have a driver or should have one."""
 
 FOLLOWING: dict[Status, frozenset[Status]] = {
     Status.QUEUED: frozenset({Status.VALIDATING, Status.PAUSED, Status.CANCELLED, Status.FAILED}),
@@ -53,15 +53,15 @@ FOLLOWING: dict[Status, frozenset[Status]] = {
     Status.FAILED: frozenset(),
     Status.CANCELLED: frozenset(),
 }
-"""The statuses that may follow each status. Every driver of a run begins with `validating`."""
+"""The statuses that may follow each status. Every driver of a run starts with `validating`."""
 
 
 class NotPossible(Exception):
-    """A request that is impossible in the run's status; the text says why, and what is possible."""
+    """A request is impossible in the run's status. The message says why, and what is possible."""
 
 
 def apply_request(status: Status, desired: DesiredState, request: DesiredState) -> tuple[Status, DesiredState]:
-    """Return status and desired state of a run after its user's request. Idempotent. Raises NotPossible."""
+    """Return a run's status and desired state after its user's request. Idempotent. Raises NotPossible."""
     if request is DesiredState.CANCEL:
         if status in ENDED - {Status.CANCELLED}:
             raise NotPossible(f"the run has {_ended(status)}; there is nothing left to cancel")
@@ -76,7 +76,7 @@ def apply_request(status: Status, desired: DesiredState, request: DesiredState) 
         return (Status.PAUSED if status is Status.PAUSED else Status.PAUSING), request
     if status is Status.PAUSED:
         return Status.QUEUED, request
-    # A pause that is called off before it is done: the driver is told to go on, and reports what it does.
+    # The pause is revoked before it is complete: the driver continues, and reports its own status.
     return (Status.RUNNING if status is Status.PAUSING else status), request
 
 

@@ -1,7 +1,7 @@
-"""Memory limits of the processes beside the service: a process that needs more ends alone, and says why.
+"""Memory limits of the service's child processes: a process that needs more fails alone, and reports why.
 
-Without a limit the kernel would kill any process of the machine. The limit is RLIMIT_DATA: a process's private memory,
-without shared memory, mapped files and address space that is only reserved.
+Without a limit the kernel could kill any process of the machine. The limit is RLIMIT_DATA: a process's private memory,
+without shared memory, mapped files and merely reserved address space.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ import traceback
 from pathlib import Path
 
 SHARE = 4
-"""A process may have one part in so many of the machine's, or container's, memory: two jobs and some drivers run beside
-the service, and on a single machine beside replicas."""
+"""A process may use 1/SHARE of the memory of the machine or container, because two jobs and several drivers run
+alongside the service, and on a single machine also replicas."""
 
 RESERVE = 16
-"""One part in so many of a driver's limit is kept back, for its report that it is out of memory."""
+"""1/RESERVE of a driver's limit is reserved for its out-of-memory report."""
 
 DRIVER_LEAST_BYTES = 4 << 30
-"""The least limit of a driver. Ray's threads reserve 1.5 GiB of it on two cores, and use little of that."""
+"""Minimum limit of a driver. Ray's threads reserve 1.5 GiB of it on two cores, and use little of that."""
 
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 SIGNS = (b"MemoryError", b"std::bad_alloc", b"memory allocation of ", b"out of memory")
-"""Messages of Python, C++, Rust and LLVM that are out of memory; the last three abort after theirs."""
+"""Out-of-memory messages of Python, C++, Rust and LLVM. The last three abort after theirs."""
 
 TAIL_BYTES = 16 << 10
 
 
 def memory_bytes(machine: int, container: str, least: int) -> int:
-    """Return the limit of a process in bytes, at least `least`. `container`: the text of CONTAINER; `max` or empty
-    without a limit."""
+    """Return the memory limit of a process in bytes, at least `least`.
+
+    `container`: the text of CONTAINER; `max` or empty without a limit.
+    """
     present = min(machine, int(container)) if container.strip().isdecimal() else machine
     return max(present // SHARE, least)
 
@@ -42,15 +44,17 @@ def _share_bytes(least: int) -> int:
 
 
 def limit_memory(least: int) -> int:
-    """Limit this process to its share of the memory; return the bytes."""
+    """Limit this process to its share of the memory, and return the limit in bytes."""
     limit = _share_bytes(least)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return limit
 
 
 def limit_driver(limit_gib: float | None) -> None:
-    """Limit this driver process to `limit_gib`, or its share of the memory, beyond its imports: the threads of
-    libraries reserve far more for each core than they use."""
+    """Limit this driver process to `limit_gib`, or to its share of the memory, in addition to its imports.
+
+    The threads of libraries reserve far more memory per core than they use.
+    """
     limit = _share_bytes(DRIVER_LEAST_BYTES) if limit_gib is None else int(limit_gib * 2**30)
     status = Path("/proc/self/status").read_text("utf-8")
     limit += int(status.partition("VmData:")[2].split(maxsplit=1)[0]) << 10
@@ -58,14 +62,14 @@ def limit_driver(limit_gib: float | None) -> None:
 
 
 def use_reserve(error: MemoryError) -> None:
-    """Free the memory that the error's traceback holds, and raise the limit by the reserve."""
+    """Free the memory held by the error's traceback, and raise the limit by the reserve."""
     traceback.clear_frames(error.__traceback__)
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def says_out_of_memory(log: Path, start: int) -> bool:
-    """Return whether the end of a process's log reports lack of memory. `start`: the log's size when the process
+    """Return whether the end of a process's log reports lack of memory. `start`: size of the log when the process
     started."""
     try:
         with log.open("rb") as stream:

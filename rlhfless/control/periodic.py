@@ -1,4 +1,4 @@
-"""Work of the service that is done again and again, and at once when something has changed."""
+"""Periodic work of the service, which can also be triggered at once."""
 
 from __future__ import annotations
 

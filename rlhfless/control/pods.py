@@ -1,4 +1,5 @@
-"""The pods of the Ray cluster in Kubernetes: why pods are pending, and which leave. Read with this pod's account."""
+"""Pods of the Ray cluster in Kubernetes: why pods are pending, and which are leaving. Uses this pod's service
+account."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from rlhfless.control.periodic import PeriodicTask
 log = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
-"""How often pods are listed: a decision of the cluster's scheduler or autoscaler takes as long."""
+"""Time between two lists of pods. The cluster's scheduler or autoscaler takes as long to decide."""
 
 TIMEOUT_S = 5.0
-"""Longest wait for the API server."""
+"""Maximum wait for the API server."""
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -43,11 +44,12 @@ LEAVING_TAINTS = frozenset(
         "remediator.kubernetes.azure.com/unschedulable",
     }
 )
-"""Taints of a node that is about to leave, set by kubectl cordon and drain, cluster-autoscaler, Karpenter, and by the
-notices of clouds (aws-node-termination-handler, GKE, AKS)."""
+"""Taints of a node that is about to leave, set by kubectl cordon and drain, cluster-autoscaler, Karpenter, and cloud
+termination notices (aws-node-termination-handler, GKE, AKS)."""
 
 LONGEST_REASON = 300
-"""Most characters of a reason: the scheduler's has a clause for each kind of node that does not fit."""
+"""Maximum number of characters of a reason. The scheduler's reason has a clause for each kind of node that does not
+fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class PendingPod:
 
 
 def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
-    """Return the pods (V1Pod objects) that do not run yet, the longest waiting first."""
+    """Return the pods (V1Pod objects) that are not running yet, the longest waiting first."""
     pending = [
         PendingPod(
             pod.metadata.name,
@@ -74,8 +76,10 @@ def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
 
 
 def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, float]:
-    """Return the addresses of worker pods that end, or whose node (V1Node objects) is about to leave, with the unix
-    time of that; 0 if unknown."""
+    """Return the addresses of worker pods that are terminating or whose node (a V1Node) is about to leave.
+
+    Each value is the unix time of termination; 0 if unknown.
+    """
     leaving_nodes = {
         node.metadata.name
         for node in nodes
@@ -91,7 +95,7 @@ def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, floa
 
 
 def status_clause(pending: list[PendingPod], now: float) -> str:
-    """Return a clause for a run's status: the longest pending pod, and the number of others; empty without pending
+    """Return a clause for a run's status: the longest pending pod and the number of others; empty without pending
     pods."""
     if not pending:
         return ""
@@ -122,8 +126,8 @@ def _pending_reason(pod: Any) -> str:
 
 
 def pod_lister(cluster: str, with_nodes: bool) -> Callable[[], tuple[list[Any], list[Any]]]:
-    """Return a function that lists the pods of a RayCluster in this pod's namespace, and `with_nodes` the cluster's
-    nodes, which needs a ClusterRole."""
+    """Return a function that lists the pods of a RayCluster in this pod's namespace. `with_nodes` also lists the
+    cluster's nodes, which needs a ClusterRole."""
     from kubernetes import client, config
 
     config.load_incluster_config()
@@ -156,6 +160,6 @@ class PodWatch(PeriodicTask):
         try:
             pods, nodes = await asyncio.to_thread(self._listed)
             self._pending, self.leaving = pending_of(pods), leaving_of(pods, nodes)
-        except Exception as error:  # the client raises its own errors, and urllib3's
+        except Exception as error:  # the client raises its own errors and urllib3's
             self._pending, self.leaving = [], {}
             log.warning("the pods of the Ray cluster cannot be listed: %s", str(error).partition("\n")[0])

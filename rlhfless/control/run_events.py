@@ -1,7 +1,7 @@
-"""Passes changes of runs to their watchers, in the order of the commits.
+"""Passes changes of runs to their watchers, in commit order.
 
-A watcher of one run gets every event after the last that it has seen: recent events from memory, older ones from the
-database. A watcher of all runs gets each run that has changed; changes that come while the watcher is slow are merged.
+A watcher of one run gets every event after the last one it has seen: recent events from memory, older ones from the
+database. A watcher of all runs gets each changed run; changes that arrive while the watcher is slow are merged.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from rlhfless.control.database.tables import EventRow
 
 KEPT = 512
-"""Events of a run that are kept in memory: more than a watcher falls behind in a second."""
+"""Number of a run's events kept in memory: more than a watcher falls behind in a second."""
 
 MOST_SHOWN = 2_000
-"""Runs whose JSON and newest events are kept in memory: some KiB each."""
+"""Number of runs whose JSON and newest events are kept in memory, a few KiB each."""
 
 
 class RunEvents:
-    """Belongs to the event loop; only `publish` may be called from any thread."""
+    """Publishes changes of runs. Belongs to the event loop; only `publish` is thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -32,11 +32,13 @@ class RunEvents:
         self._changes: dict[str, int] = {}
         self._shown: dict[str, bytes] = {}
         self._reading: dict[str, tuple[int, asyncio.Task[bytes]]] = {}
-        """By run: the number of changes before its reading began, and the reading."""
+        """By run id: the number of changes before the read started, and the read."""
 
     async def json_of(self, run_id: str, read: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """Return a run's JSON: the last one if the run has not changed since, else read it, once for all concurrent
-        requests. Raises what `read` raises."""
+        """Return a run's JSON, cached if the run has not changed since. Concurrent requests share one read.
+
+        Raises any error of `read`.
+        """
         if (kept := self._shown.get(run_id)) is not None:
             return kept
         change = self._changes.get(run_id, 0)
@@ -57,7 +59,7 @@ class RunEvents:
             del self._shown[next(iter(self._shown))]
 
     def publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
-        """Publish the runs that have changed, each with its new events."""
+        """Publish the changed runs, each with its new events."""
         self.loop.call_soon_threadsafe(self._publish, changed)
 
     def _publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
@@ -81,7 +83,7 @@ class RunEvents:
         return list(itertools.dropwhile(lambda event: event.seq <= after, kept))
 
     async def more(self, run_id: str, after: int, timeout_s: float) -> bool:
-        """Wait for an event after number `after`; return False after `timeout_s`."""
+        """Wait for an event after number `after`, and return False after `timeout_s`."""
         kept = self._recent.get(run_id)
         if kept and kept[-1].seq > after:
             return True
@@ -102,7 +104,7 @@ class RunEvents:
         self._recent.pop(run_id, None)
 
     def watch(self) -> _Watcher:
-        """Return a watcher of all runs, which the caller closes."""
+        """Return a watcher of all runs. The caller closes it."""
         watcher = _Watcher(self._watchers.discard)
         self._watchers.add(watcher)
         return watcher
@@ -119,8 +121,7 @@ class _Watcher:
         self._has_changes.set()
 
     async def changed(self, timeout_s: float) -> list[str]:
-        """Wait for changes; return the ids of the runs that have changed since the last call, none after
-        `timeout_s`."""
+        """Wait for changes, and return the ids of the runs that changed since the last call; none after `timeout_s`."""
         try:
             await asyncio.wait_for(self._has_changes.wait(), timeout_s)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""A run's folder as the service reads it, and the check that the run's driver has the same folder."""
+"""A run's folder as the service reads it, and the check that driver and service share it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.util.folders import replace_text
 
 FIND_S = 5.0
-"""Longest wait until a file that one machine has written is visible on another: network file systems cache the content
-of a folder for a few seconds."""
+"""Maximum wait until a file written on one machine is visible on another. Network file systems cache folder contents
+for a few seconds."""
 
 CHECK_S = 0.25
 
 
 ALLOWED_FILE = "allow-changed.json"
-"""The kinds of inputs that a user has allowed to change, until the run's next driver has taken them."""
+"""File with the kinds of inputs that a user has allowed to change, until the run's next driver accepts them."""
 
 
 def allow_changed(folder: Path, kinds: Sequence[str]) -> None:
-    """Record which inputs may have changed when the run is resumed. A run without a folder has read nothing yet."""
+    """Record which inputs may have changed when the run is resumed. A run without a folder has not read any yet."""
     if folder.is_dir():
         replace_text(folder / ALLOWED_FILE, json.dumps(kinds))
 
@@ -42,7 +42,7 @@ def trace_of(run_folder: str) -> str | None:
 
 
 def leave_mark(folder: Path, attempt: int, text: str) -> None:
-    """Write a driver's mark, which the service looks for. Raises OSError if the folder cannot be written."""
+    """Write a driver's mark, which the service looks for. Raises OSError if the folder is not writable."""
     replace_text(_mark(folder, attempt), text)
 
 
@@ -62,12 +62,13 @@ def finds_mark(folder: Path, attempt: int, text: str, wait_s: float = FIND_S) ->
 
 
 def _mark(folder: Path, attempt: int) -> Path:
-    """Each attempt has its own name: a file system may cache that a name did not exist."""
+    """Return the path of an attempt's mark. Names differ by attempt, because a file system may cache that a name did
+    not exist."""
     return folder / f"driver-{attempt}.mark"
 
 
 def not_shared(folder: Path, what: str) -> str:
-    """Return the message, with the hint, for a run whose folder is not shared. `what`: which side does not see what."""
+    """Return the message, with a hint, for a run whose folder is not shared. `what`: the side that is missing files."""
     return (
         f"the folder of the run, {folder}, must be one folder for the service and the Ray cluster, because journal, "
         f"outbox and checkpoints outlive both: {what}. The service's operator mounts one volume at "

@@ -1,8 +1,8 @@
-"""`rlhfless up`: the service of a data folder, and its end.
+"""`rlhfless up`: runs the service of a data folder, and stops it.
 
-SIGTERM, a closed terminal (SIGHUP, unless it is ignored), or a killed service leaves drivers and Ray running: the next
-service of the folder takes them over.
-Ctrl-C and `rlhfless down` stop runs in order, and then Ray; the runs go on at the next `up`.
+SIGTERM, a closed terminal (SIGHUP, unless it is ignored) or a killed service leaves drivers and Ray running; the
+folder's next service adopts them. Ctrl-C and `rlhfless down` stop runs cleanly, and then Ray; the runs resume at the
+next `up`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rlhfless.spec.errors import InputError, Problem
 log = logging.getLogger(__name__)
 
 GRACE_S = 2
-"""Seconds that open streams have to end when the service ends."""
+"""Seconds that open streams have to end when the service stops."""
 
 DRIVERS_S = 45.0
-"""Longest wait for drivers that stop in order: `timeouts.stop_s` is 25 s, and they deliver their outboxes."""
+"""Maximum wait for drivers to stop: `timeouts.stop_s` is 25 s, and they also deliver their outboxes."""
 
 HOST_S = 30.0
-"""Longest wait for Ray to end."""
+"""Maximum wait for Ray to stop."""
 
 
 async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: Drivers | None = None) -> None:
-    """Serve until a signal. By default drivers are jobs of a cluster elsewhere, or processes of this machine.
+    """Serve until a signal. By default drivers are jobs of a remote cluster, or local processes.
 
     Raises DataInUse, NotPrivate, SecondService, NewerDatabase, NotSafe, or InputError if the port is taken.
     """
@@ -75,7 +75,7 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
 
 @contextlib.asynccontextmanager
 async def _host(service: Service) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Supervise the Ray host within the block; yield a function that stops it, and a private Ray with it."""
+    """Supervise the Ray host within the block, and yield a function that stops the host and its private Ray."""
     settings = service.settings
     if settings.elsewhere:
         jobs = RayJobs(settings.ray_address or "")
@@ -95,7 +95,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Also end the app when uvicorn is forced to exit; otherwise it is cancelled with a traceback."""
+        """Also shut down the app when uvicorn is forced to exit; otherwise it is cancelled with a traceback."""
         await super().shutdown(sockets)
         if self.force_exit:
             with contextlib.suppress(TimeoutError):
@@ -107,8 +107,8 @@ def _bound(settings: ServiceSettings) -> socket.socket:
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
         bound = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
-        # Accepted sockets inherit it. The loop sets it for sockets that name TCP as their protocol alone, which this
-        # one does not; without it an answer after the first waits 40 ms for the client's delayed acknowledgement.
+        # Accepted sockets inherit the option. The event loop sets it only for sockets that name TCP as their protocol,
+        # unlike this one. Without it, each answer after the first waits 40 ms for the client's delayed acknowledgement.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         what = f"{settings.host}:{settings.port} cannot be listened on: {error.strerror or error}"
@@ -128,7 +128,7 @@ async def _signals(
         server.should_exit = True
 
     def wind_down() -> None:
-        if ending:  # a second Ctrl-C ends at once
+        if ending:  # a second Ctrl-C stops at once
             server.should_exit = server.force_exit = True
         ending.append(asyncio.create_task(_wind_down(service, server, end_host, say)))
 
@@ -147,7 +147,7 @@ async def _signals(
 async def _wind_down(
     service: Service, server: uvicorn.Server, end_host: Callable[[], Awaitable[None]], say: Callable[[str], None]
 ) -> None:
-    """Stop runs in order, then Ray, then the service."""
+    """Stop runs cleanly, then Ray, then the service."""
     try:
         working = [run for run in await service.database.read(store.driven) if run.driver is not None]
         if working:
@@ -166,8 +166,7 @@ async def _wind_down(
 
 
 def stop_service(settings: ServiceSettings) -> bool:
-    """Stop the service of a data folder with its runs and its Ray, in order; return whether there was a service or
-    Ray."""
+    """Stop the service of a data folder with its runs and its Ray. Return whether a service or Ray was running."""
     service, running = read_announcement(settings.folder), False
     with contextlib.suppress(psutil.Error):
         if service is not None:

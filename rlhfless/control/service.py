@@ -1,4 +1,4 @@
-"""A service: its database, the events of its runs, its periodic tasks, and the state of its Ray."""
+"""A service: its database, its runs' events, its periodic tasks, and the state of its Ray."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from rlhfless.util.folders import lock, replace_text
 
 HISTORY_S = 3600.0
 HISTORY_BARS = 2000
-"""Most bars of a device, of some 200 bytes each: an hour of phases of 2 s."""
+"""Maximum number of bars per device, about 200 bytes each: an hour of 2 s phases."""
 
 
 class DeviceHistory:
-    """The work of all runs, by device of the cluster, in memory. Traces have all of it."""
+    """The recent work of all runs by device, in memory. Traces contain all of it."""
 
     def __init__(self) -> None:
         self._bars: dict[str, deque[RunBar]] = defaultdict(lambda: deque(maxlen=HISTORY_BARS))
@@ -66,7 +66,7 @@ class DataInUse(UserError):
 
 class Service:
     def __init__(self, settings: ServiceSettings, database: Database, drivers: Drivers, address: str) -> None:
-        """`address`: where the service answers, such as http://127.0.0.1:8080."""
+        """`address`: where the service answers, for example http://127.0.0.1:8080."""
         self.settings = settings
         self.database = database
         self.address = address
@@ -80,9 +80,9 @@ class Service:
         self.simulations = Simulations(database, self.runner)
         self.device_history = DeviceHistory()
         self.replicas: dict[str, list[ReplicaNow]] = {}
-        """By run: its replicas, as its driver reported them last."""
+        """Replicas by run id, as last reported by the run's driver."""
         self.host_token = secrets.token_urlsafe(32)
-        """The secret of the host in a cluster elsewhere. A later service has another secret, and this host ends."""
+        """The secret of the host in a remote cluster. A later service has another secret, so this host then exits."""
         self._ray_report: RayReport | None = None
         self.pods = PodWatch(pod_lister(settings.ray_cluster, settings.watch_nodes)) if settings.ray_cluster else None
         database.on_commit = self.run_events.publish
@@ -100,7 +100,7 @@ class Service:
         return report if report is not None and time.time() - report.at < STALE_S else None
 
     def update_ray_report(self, report: RayReport) -> None:
-        self._ray_report = replace(report, at=time.time())  # by this clock
+        self._ray_report = replace(report, at=time.time())  # by this machine's clock
 
     def ray_address(self) -> str:
         ray = self.ray()
@@ -143,7 +143,7 @@ class Service:
 
 
 def open_database(settings: ServiceSettings) -> Database:
-    """Open the database for the one service that writes it. Raises InputError, SecondService or NewerDatabase."""
+    """Open and migrate the database, as its only writing service. Raises InputError, SecondService or NewerDatabase."""
     database = database_of(settings)
     database.require_only_service()
     migrate(database.engine)
@@ -151,7 +151,7 @@ def open_database(settings: ServiceSettings) -> Database:
 
 
 def lock_data(settings: ServiceSettings) -> IO[str]:
-    """Lock the data folder for as long as the file is open. Raises DataInUse or NotPrivate."""
+    """Lock the data folder while the returned file is open. Raises DataInUse or NotPrivate."""
     folder = open_data(settings)
     file = lock(folder / LOCK_FILE)
     if file is None:

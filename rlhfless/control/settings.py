@@ -18,18 +18,18 @@ from rlhfless.util.folders import OTHERS, NotPrivate, home, private, require_saf
 DATA_FOLDER = "rlhfless-data"
 DATABASE_FILE = "service.sqlite"
 SERVICE_FILE = "service.json"
-"""The file with the service's address, for its drivers and the command line."""
+"""File with the service's address, for its drivers and the command line."""
 
 DATABASE_VARIABLE = "RLHFLESS_DATABASE"
-"""The environment variable with the database's URL, which has a password; in place of --database."""
+"""Environment variable with the database URL, including its password. Alternative to --database."""
 
 SECRETS = (DATABASE_VARIABLE, "PGPASSWORD", "PGPASSFILE", "RLHFLESS_API_KEY")
 """Environment variables that only the service gets."""
 
 
 LOW_PRIORITY = ("nice", "-n", "5")
-"""Prefix of commands that start runs' processes: at a lower priority they leave the cores to the service for the
-milliseconds that an answer takes, and lose nothing, because all their processes have the same priority."""
+"""Command prefix for the processes of runs. The lower priority leaves cores to the service for the milliseconds that an
+answer takes, and runs lose nothing because all their processes have the same priority."""
 
 
 def environment_of_runs() -> dict[str, str]:
@@ -116,12 +116,14 @@ class ServiceSettings(SpecModel):
 
 
 OF_A_SERVICE = frozenset({DATABASE_FILE, SERVICE_FILE, "service.lock", "service.log", "ray.json", "runs"})
-"""Names in the data folder of a service, also from before data folders were private."""
+"""Names in a service's data folder, including those from before data folders were private."""
 
 
 def open_data(settings: ServiceSettings) -> Path:
-    """Return the data folder, made if missing, and private. Raises NotPrivate if it cannot be, or if it is a shared
-    folder with other files, whose mode stays."""
+    """Return the private data folder, created if missing.
+
+    Raises NotPrivate if it cannot be made private, or if it is a shared folder with other files, whose mode stays.
+    """
     folder = settings.folder
     require_safe_place(folder)
     if folder.is_dir():
@@ -133,12 +135,12 @@ def open_data(settings: ServiceSettings) -> Path:
                 f"or `chmod 700 {folder}`"
             )
         if os.path.ismount(folder) and status.st_uid != os.getuid():
-            return folder  # a volume, such as a pod's: who can reach it is up to what mounts it
+            return folder  # a volume, such as a pod's: access is controlled where it is mounted
     return private(folder)
 
 
 def read_announcement(data: str | Path) -> dict[str, Any] | None:
-    """Return `url` and `pid` that a service of the data folder has announced; None if none has started there."""
+    """Return `url` and `pid` as announced by a service of the data folder; None if none has started there."""
     try:
         values: dict[str, Any] = json.loads((Path(data) / SERVICE_FILE).read_text("utf-8"))
     except (OSError, ValueError):
@@ -147,11 +149,11 @@ def read_announcement(data: str | Path) -> dict[str, Any] | None:
 
 
 def address_of(settings: ServiceSettings) -> str | None:
-    """Return the address of the running service of a data folder; None if none runs."""
+    """Return the address of the running service of a data folder; None if none is running."""
     service = read_announcement(settings.folder)
     return str(service["url"]) if service is not None and psutil.pid_exists(service["pid"]) else None
 
 
 def default_roots() -> tuple[str, ...]:
-    """Return the current folder, and the folder of bundled models."""
+    """Return the current folder and the folder of bundled models."""
     return (str(Path.cwd()), str(home()))

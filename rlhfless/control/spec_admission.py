@@ -1,4 +1,4 @@
-"""The checks of a spec when it is POSTed, before any file is opened."""
+"""Checks of a POSTed spec, before any file is opened."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ OWN = {
 """Keys of a spec that only the service sets, and why."""
 
 RESOLVE_S = 0.8
-"""Longest wait for the resolver: a POST is answered within a second."""
+"""Maximum wait for the resolver, so that a POST is answered within a second."""
 
 _RESOLVERS = ThreadPoolExecutor(8, "resolve")
-"""Threads for the system's resolver, which may take half a minute; no other work waits for them."""
+"""Threads for the system's resolver, which may take half a minute. No other work waits for them."""
 
 MOST_PLACE = 200
-"""Most characters of a field's name in an error."""
+"""Maximum characters of a field name in an error."""
 
 
 def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
-    """Validate the spec of a POST. Raises ApiError (422) with every wrong field."""
+    """Validate a POSTed spec. Raises ApiError (422) with every wrong field."""
     if problems := list(unstorable(values)):
         raise refused("the spec", problems)
-    if problems := code_problems(values, settings):  # before anything that it names is imported
+    if problems := code_problems(values, settings):  # before any named code is imported
         raise refused("the spec", problems)
     try:
         spec = RunSpec.model_validate(values)
@@ -62,8 +62,10 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
 
 
 async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
-    """Validate as `posted_spec`, and check the addresses of HTTP rewards. The driver checks names that are not resolved
-    in time, and every address again at its connection."""
+    """Validate as `posted_spec` does, and check the addresses of HTTP rewards.
+
+    The driver checks names that are not resolved in time, and checks every address again on connection.
+    """
     from rlhfless.rewards.http import refusal
 
     spec = posted_spec(values, settings)
@@ -82,7 +84,7 @@ async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> Ru
 
 
 def unstorable(values: Any, place: str = "", depth: int = 0) -> Iterator[Problem]:
-    """Yield texts and integers that a database cannot store, and values that are nested too deeply."""
+    """Yield strings and integers that a database cannot store, and values that are nested too deeply."""
     if depth > MOST_DEPTH:
         yield Problem(place[:MOST_PLACE], f"nested more than {MOST_DEPTH} deep", "write it flat")
     elif isinstance(values, Mapping):

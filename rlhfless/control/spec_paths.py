@@ -1,6 +1,6 @@
-"""Checks of what a spec names: files below the service's roots, code of its packages, no secrets of its environment.
+"""Checks of what a spec names: files below the service's roots, code of allowed packages, and no environment secrets.
 
-The checks come before anything is imported or opened: validation imports the classes that a spec names, so their names
+The checks run before anything is imported or opened. Validation imports the classes that a spec names, so their names
 are checked in the raw values.
 """
 
@@ -24,10 +24,10 @@ from rlhfless.spec.imports import IMPORT_PATH
 
 CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",
         "rewards.*.target", "functions.*", "functions.*.type", "generation.engine.type")  # fmt: skip
-"""Fields that may name the user's own code."""
+"""Fields that may name user code."""
 
 SCENARIO_FILES = frozenset({"path", "prices", "devices"})
-"""Keys of a scenario that name a file if their value is a text."""
+"""Keys of a scenario that name a file if their value is a string."""
 
 
 def code_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
@@ -47,8 +47,8 @@ def _code(place: str, value: Any, settings: ServiceSettings) -> Iterator[Problem
 
 
 def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
-    """Return the code and files that a scenario names. `values` are not validated yet; a policy's name that looks like
-    an import path counts as code."""
+    """Return the code and files that a scenario names. `values` are not validated yet, and a policy name that looks
+    like an import path counts as code."""
     places = [*values_at(values, ["policies", "*", "name"]), *values_at(values, ["policies", "*"])]
     problems = [problem for place, value in places for problem in _code(place, value, settings)]
     for place, key, value in _texts(values):
@@ -58,7 +58,7 @@ def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) ->
 
 
 def _texts(values: Any, place: str = "", key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield each text in nested values, with its dotted place and its key."""
+    """Yield each string in nested values, with its dotted place and its key."""
     if isinstance(values, Mapping):
         for name, inner in values.items():
             yield from _texts(inner, f"{place}.{name}" if place else str(name), str(name))
@@ -79,9 +79,9 @@ def file_problems(spec: RunSpec, settings: ServiceSettings) -> list[Problem]:
 def location_problems(
     values: Mapping[str, Any], roots: Sequence[str], runs: str, *, hub: bool, inside: bool = False
 ) -> list[Problem]:
-    """Return the files, folders and URLs in a spec that are below no root, and no checkpoint of `runs`.
+    """Return the files, folders and URLs in a spec that are neither below a root nor a checkpoint of `runs`.
 
-    `hub`: names of the hub are allowed. `inside`: also search the named folders for links out of the roots.
+    `hub`: allow names of the hub. `inside`: also search the named folders for links out of the roots.
     """
     hint = f"name one below {', '.join(roots)}" if roots else "ask its operator for a root"
     allowed = _Allowed(roots, runs)
@@ -117,7 +117,8 @@ def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Ite
 
 
 def _no_name(value: str, hub: bool) -> str:
-    """Return why a value that is no path cannot be a hub name; empty if it can. Clients make local paths absolute."""
+    """Return why a value that is not a path cannot be a hub name; empty if it can. Clients make local paths
+    absolute."""
     if not hub:
         return f"{value!r} is no absolute path, and this service uses no hub"
     plain = not value.startswith(("~", ".")) and ".." not in value.split("/")
@@ -149,7 +150,7 @@ class _Allowed:
         in_runs = resolved.is_relative_to(self._runs)
         if in_runs and resolved.relative_to(self._runs).parts[1:2] == (CHECKPOINTS_FOLDER,):
             return True
-        # The data folder has keys, other users' specs and drivers' secrets, and may be below a root.
+        # The data folder contains keys, other users' specs and drivers' secrets, and may be below a root.
         in_data = resolved.is_relative_to(self._data)
         return any(
             resolved.is_relative_to(folder) and (not in_data or folder.is_relative_to(self._data))
@@ -157,7 +158,7 @@ class _Allowed:
         )
 
     def link_out_of(self, value: str) -> str:
-        """Return an error with the first link below a folder that leads out of the roots; empty without one."""
+        """Return an error with the first link below a folder that leads out of the roots; empty if there is none."""
         folders, seen = [os.path.realpath(value)], set[str]()
         while folders:
             folder = folders.pop()
@@ -173,7 +174,8 @@ class _Allowed:
 
 
 def values_at(values: Any, path: Sequence[str], place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values at a path in raw values, each with its dotted place; `*` is every item of a list or mapping."""
+    """Yield the values at a path in raw values, each with its dotted place. `*` matches every item of a list or
+    mapping."""
     if not path:
         yield place, values
         return

@@ -1,9 +1,9 @@
-"""A higher priority for the service's threads than for those of runs, where the machine allows it.
+"""Real-time priority for the service's threads, where the machine allows it.
 
-A run keeps all cores busy with more threads than there are cores. A thread that wakes waits behind them for its turn,
-tens of milliseconds on two cores, whatever its niceness; an answer takes a tenth of a millisecond. A real-time thread
-does not wait for them, and uses no more CPU time. All threads that hold Python's global lock must be real-time threads:
-a thread with the lock that waits for a core stops the others.
+A run keeps all cores busy with more threads than cores. Any woken thread then waits tens of milliseconds on two cores,
+whatever its niceness, while an answer takes a tenth of a millisecond. A real-time thread does not wait, and uses no
+more CPU time. All threads that take Python's global lock must be real-time threads: a thread that holds the lock while
+it waits for a core stops the others.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 PRIORITY = 1
-"""The lowest real-time priority: other real-time services of the machine come first."""
+"""The lowest real-time priority, so that other real-time services of the machine come first."""
 
 WORKERS = 8
-"""Threads for work that would block the event loop: processes, files, curves of long runs."""
+"""Number of threads for work that would block the event loop: processes, files, curves of long runs."""
 
 
 def raise_priority() -> bool:
-    """Make this thread a real-time thread; return whether the machine allows it (root, CAP_SYS_NICE or RLIMIT_RTPRIO).
-    Its children have the usual priority."""
+    """Make this thread a real-time thread, and return whether the machine allows it (root, CAP_SYS_NICE or
+    RLIMIT_RTPRIO). Its children have the default priority."""
     if not hasattr(os, "SCHED_RR"):
         return False
     with contextlib.suppress(OSError):

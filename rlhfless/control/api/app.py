@@ -28,7 +28,7 @@ PLACES = ("body", "query", "path", "header")
 """Parts of a request that have fields."""
 
 RETRY_AFTER_S = 2.0
-"""Seconds after which a client may try again while the database does not answer."""
+"""Seconds after which a client may retry while the database does not answer."""
 
 
 def make_app(service: Service) -> FastAPI:
@@ -103,7 +103,9 @@ async def _fault(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _http(request: Request, error: HTTPException) -> JSONResponse:
-    if error.status_code == 400:  # FastAPI's only one: what it cannot parse for another reason than JSON's syntax
+    if (
+        error.status_code == 400
+    ):  # FastAPI's only use of 400: a body that it cannot parse for a reason other than JSON syntax
         message = "the body: is no JSON that can be read: it is not UTF-8, or nested too deeply"
         return ApiError(422, "invalid_request", message).response()
     code, what = {

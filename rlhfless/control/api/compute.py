@@ -1,4 +1,4 @@
-"""Computations on request: plans, trials of rewards, simulations."""
+"""Computations on request: plans, reward trials and simulations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rlhfless.spec.errors import InputError, Problem
 router = APIRouter(tags=["compute"])
 
 PLAN_S, COMPARE_S, REWARDS_S, CHECK_S = 120.0, 240.0, 120.0, 60.0
-"""Longest times of jobs. A comparison over all kinds of the price book takes up to a minute."""
+"""Maximum durations of jobs. A comparison over all kinds in the price book takes up to a minute."""
 
 
 class _Question(StrictModel):
@@ -85,8 +85,10 @@ async def compare_run(
 
 
 def _device_problems(devices: Sequence[str]) -> Iterator[Problem]:
-    """The texts that name no devices. The job would refuse them only after its turn, and after a plan of the run's own
-    devices."""
+    """Yield a problem for each string that does not name devices.
+
+    The job would refuse it only after its turn, and after planning the run's own devices.
+    """
     for index, text in enumerate(devices):
         try:
             parsed_sides(text)
@@ -95,7 +97,7 @@ def _device_problems(devices: Sequence[str]) -> Iterator[Problem]:
 
 
 async def plan_question(service: Service, question: PlanQuestion) -> dict[str, Any]:
-    """The question for the job. Raises ApiError (404)."""
+    """Return the job's question. Raises ApiError (404)."""
     asked = question.model_dump(exclude={"lengths_of"})
     trace = None if question.lengths_of is None else await trace_folder(service, question.lengths_of)
     return asked | {"present": service.device_counts() or {"cpu-core": 1}, "trace": trace}

@@ -1,4 +1,4 @@
-"""Routes for drivers, and for the host of a cluster elsewhere. They are not part of the public interface."""
+"""Routes for drivers and for the host of a remote cluster. They are not part of the public interface."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _driven_by(session: Session, run_id: str, introduction: Introduction, token:
 
 
 async def _require_one_folder(service: Service, run_id: str, introduction: Introduction, token: str) -> None:
-    """Raises ApiError if the driver sees another folder of the run than the service."""
+    """Require that the driver and the service see the same run folder. Raises ApiError."""
     run = await service.database.read(lambda session: _driven_by(session, run_id, introduction, token))
     folder = Path(run.folder)
     if not await asyncio.to_thread(finds_mark, folder, introduction.attempt, run.driver_token):

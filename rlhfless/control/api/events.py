@@ -1,4 +1,4 @@
-"""Events of runs: as a list, and as a stream."""
+"""Events of runs, as a list and as a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ router = APIRouter(tags=["events"])
 SSE = "text/event-stream"
 
 KEEP_ALIVE_S = 15.0
-"""Seconds between comments on a stream without events: proxies close connections that are silent for a minute."""
+"""Seconds between comments on a stream without events, because proxies close connections that are silent for a
+minute."""
 
 PER_READ = 500
 
@@ -66,7 +67,7 @@ async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[by
             yield format_sse_event(data_str=event_object(event).model_dump_json(), event=event.type, id=str(event.seq))
             after = event.seq
             if event.type == "status" and event.data.get("status") in ENDED:
-                return  # it is the run's last event
+                return  # the run's last event
         if events or await service.run_events.more(run.id, after, KEEP_ALIVE_S):
             continue
         run = await read(functools.partial(store.run_of, run_id=run.id))

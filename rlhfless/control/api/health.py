@@ -1,5 +1,4 @@
-"""Whether the service lives, whether runs can start, and figures for Prometheus, made of the database when they are
-asked for."""
+"""Liveness, readiness, and Prometheus metrics computed from the database on request."""
 
 from __future__ import annotations
 
@@ -114,7 +113,7 @@ class _Collected(Collector):
         yield _family("rlhfless_run_status_since_seconds", text, [*RUN, "status"], since)
 
     def _latest(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics of rlhfless.telemetry.metrics, under the names of `logging.metrics_port`."""
+        """Yield the metrics of rlhfless.telemetry.metrics, under the same names as `logging.metrics_port`."""
         families: dict[str, GaugeMetricFamily] = {}
         for run in self._runs:
             for name, value in run.latest.items():

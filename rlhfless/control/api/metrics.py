@@ -1,7 +1,7 @@
-"""The metrics of a run as curves, one per name, thinned.
+"""The metrics of a run as thinned curves, one per name.
 
-A chart has some hundred pixels. Of a long curve the first and the last point stay; the points between them are cut into
-bins of equal width, and of each bin the lowest and the highest stay: a spike of one step is seen in any run.
+A chart is a few hundred pixels wide. A long curve keeps its first and last point. The points between them are divided
+into bins of equal width, and each bin keeps its lowest and highest point, so a spike of one step stays visible.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Measured = tuple[int, float, str]
 """Step, unix time, and the metrics as JSON text."""
 
 MOST_POINTS = 5_000
-"""Most points of a metric in one answer: four times the pixels of a wide chart."""
+"""Maximum number of points of a metric in one answer: four times the pixels of a wide chart."""
 
 FEWEST = 4
-"""Fewest points of a thinned curve: first, last, and the two extremes of one bin."""
+"""Minimum number of points of a thinned curve: first, last, and the two extremes of one bin."""
 
 
 @router.get("/runs/{run_id}/metrics", summary="Metrics over the steps")
@@ -69,7 +69,7 @@ async def get_metrics(
 
 
 def metrics_texts(session: Session, run_id: str, after_step: int, until_step: int | None) -> Sequence[Measured]:
-    """Return the metrics by step as JSON texts: an object for each row would take longer than all other work."""
+    """Return the metrics by step as JSON text. An object per row would take longer than everything else."""
     query = (
         select(MetricsRow.step, MetricsRow.at, cast(MetricsRow.values, Text))
         .where(MetricsRow.run_id == run_id, MetricsRow.step > after_step)
@@ -81,8 +81,10 @@ def metrics_texts(session: Session, run_id: str, after_step: int, until_step: in
 
 
 def wanted_names(names: Iterable[str]) -> frozenset[str]:
-    """Return the requested names; empty for all. The name of a family or histogram stands for all its members. Raises
-    ApiError (422) for an unknown name."""
+    """Return the requested names; empty for all.
+
+    The name of a family or histogram selects all its members. Raises ApiError (422) for an unknown name.
+    """
     wanted = frozenset(names)
     for name in wanted:
         if name.partition("/")[0] not in METRICS:
@@ -93,7 +95,7 @@ def wanted_names(names: Iterable[str]) -> frozenset[str]:
 
 
 def curves(rows: Sequence[Measured], names: frozenset[str], points: int) -> list[Series]:
-    """Return one curve per metric, in the order of their declarations, each of at most `points` points."""
+    """Return one curve per metric, in declaration order, each with at most `points` points."""
     parsed: list[dict[str, float | None]] = from_json(f"[{','.join(row[2] for row in rows)}]")
     steps = np.array([row[0] for row in rows])
     times = np.array([row[1] for row in rows])
@@ -111,7 +113,7 @@ def _declared(name: str) -> tuple[int, str]:
 
 
 def _curve(name: str, rows: Sequence[dict[str, float | None]], steps: Any, times: Any, points: int) -> Series:
-    """Return the curve of one metric. None is kept as a gap; rows without the metric are left out."""
+    """Return the curve of one metric. None is kept as a gap; rows without the metric are skipped."""
     column = np.array([row.get(name, math.inf) for row in rows], dtype=float)
     places = np.flatnonzero(~np.isposinf(column))
     chosen = places[kept(column[places], points)]
@@ -128,7 +130,7 @@ def _curve(name: str, rows: Sequence[dict[str, float | None]], steps: Any, times
 
 
 def described(name: str) -> tuple[str, str]:
-    """Return unit and meaning of a metric. A histogram is stored as its quantiles, `<name>/p<percent>`."""
+    """Return unit and description of a metric. A histogram is stored as its quantiles, `<name>/p<percent>`."""
     family, _, label = name.partition("/")
     metric = METRICS.get(family)
     if metric is None:
@@ -139,8 +141,10 @@ def described(name: str) -> tuple[str, str]:
 
 
 def kept(values: npt.NDArray[np.float64], points: int) -> npt.NDArray[np.intp]:
-    """Return the indices of the points to keep, in order: at most `points` (at least FEWEST). NaN stays only in a bin
-    without other values."""
+    """Return the indices of the points to keep, in order: at most `points` (at least FEWEST).
+
+    NaN stays only in a bin without other values.
+    """
     count = len(values)
     if count <= points:
         return np.arange(count)

@@ -1,4 +1,4 @@
-"""The page at `/`: plain files, which load nothing from other sites."""
+"""The page at `/`: static files that load nothing from other sites."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ router = APIRouter(include_in_schema=False)
 FOLDER = Path(__file__).parents[1] / "page"
 
 ASK = "no-cache"
-"""Clients keep a file, and ask each time whether it has changed (ETag)."""
+"""Clients cache a file, and revalidate it on each request (ETag)."""
 
 MIN_BYTES = 1024
-"""Smallest file that is compressed."""
+"""Minimum size of a compressed file."""
 
 HEADERS = {
     "Content-Security-Policy": "; ".join(
@@ -47,14 +47,14 @@ HEADERS = {
 class Asset:
     content: bytes
     compressed: bytes
-    """The content with gzip."""
+    """The content compressed with gzip."""
     media_type: str
     etag: str
 
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Read and compress all files of the page, once."""
+    """Read and compress all files of the page. Cached."""
     return {file.name: _read(file) for file in FOLDER.iterdir() if file.is_file()}
 
 
@@ -62,7 +62,7 @@ def _read(file: Path) -> Asset:
     content = file.read_bytes()
     media_type = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
     if file.suffix in (".js", ".mjs"):
-        media_type = "text/javascript"  # tables of types differ between machines
+        media_type = "text/javascript"  # the system's type tables differ between machines
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     return Asset(content, gzip.compress(content, 6, mtime=0), media_type, etag)
 

@@ -1,6 +1,5 @@
-"""What the routes share: the service and the caller as dependencies, the check of query parameters, the errors in the
-OpenAPI document, and objects made from rows of the database.
-"""
+"""Shared code of the routes: the service and the caller as dependencies, the check of query parameters, the errors in
+the OpenAPI document, and conversion of database rows into API objects."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from rlhfless.spec.explain import nearest
 from rlhfless.util.redaction import redacted, redacted_text
 
 DEEP = "deepObject"
-"""OpenAPI's style of `name[key]=value`, which routes that take it say in their `openapi_extra`."""
+"""OpenAPI style of `name[key]=value`. Routes declare it in their `openapi_extra`."""
 
 
 async def _service(request: Request) -> Service:
@@ -30,14 +29,14 @@ async def _service(request: Request) -> Service:
 
 
 OfService = Annotated[Service, Depends(_service)]
-"""The service that a request came to."""
+"""The service that received the request."""
 
 Runs = Annotated[Caller, Depends(requires("run"))]
-"""The caller of a route that starts or steers runs."""
+"""The caller of a route that starts or controls runs."""
 
 
 async def known_query(request: Request) -> None:
-    """Refuse query parameters that the route does not know, which FastAPI ignores. Raises ApiError (422)."""
+    """Refuse unknown query parameters, which FastAPI ignores. Raises ApiError (422)."""
     if not request.query_params:
         return
     route: APIRoute = request.scope["route"]
@@ -75,7 +74,7 @@ _SCHEMA = {"application/json": {"schema": {"$ref": f"#/components/schemas/{Error
 
 
 def answers(content_type: str, schema: dict[str, Any], description: str) -> dict[int | str, dict[str, Any]]:
-    """Document the answers of a route that does not answer in JSON; its errors are in JSON."""
+    """Return the documentation of a route that does not answer in JSON. Its errors are JSON."""
     errors: dict[int | str, dict[str, Any]] = {
         code: {"description": text, "content": _SCHEMA} for code, text in _TEXTS.items()
     }
@@ -86,7 +85,7 @@ T = TypeVar("T", bound=ApiObject)
 
 
 def object_of(kind: type[T], row: Base, **others: Any) -> T:
-    """Make an API object from the columns with its fields' names, and from `others`."""
+    """Return an API object with fields taken from equally named columns and from `others`."""
     columns = kind.model_fields.keys() - {"object"} - others.keys()
     return kind(**{name: getattr(row, name) for name in columns}, **others)
 

@@ -1,1 +1,1 @@
-"""Computations that take seconds of a core: plans, simulations, trials of rewards, each in a process of its own."""
+"""Computations that take seconds of a core: plans, simulations and reward trials, each in its own process."""

@@ -1,4 +1,4 @@
-"""Background computations of the service: the plan of each run, its best static fleet, and queued simulations."""
+"""Background computations of the service: each run's plan, its best static fleet, and queued simulations."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ log = logging.getLogger(__name__)
 PERIOD_S = 5.0
 
 PLAN_S, STATIC_S, SIMULATION_S = 120.0, 600.0, 1800.0
-"""Longest times of the jobs, in seconds."""
+"""Maximum durations of the jobs, in seconds."""
 
 FIRST_STEPS = 20
-"""A run's static fleet is computed after this many steps, after twice as many, and so on; and at its end."""
+"""A run's static fleet is computed after this many steps, after each doubling, and at the run's end."""
 
 SAME_LENGTHS = ("model", "type", *dict.fromkeys(DATA.values()))
-"""Sections of a spec; runs that agree in them have about the same lengths."""
+"""Sections of a spec. Runs that agree in them have similar lengths."""
 
 NOTHING: dict[str, Any] = {}
-"""The stored result of a failed computation, which is not repeated."""
+"""Stored result of a failed computation, so that it is not repeated."""
 
 
 class Forecasts(PeriodicTask):
-    """Computes the missing plans and static fleets of the service's runs, one after the other."""
+    """Computes the missing plans and static fleets of the service's runs, one at a time."""
 
     def __init__(self, database: Database, runner: Runner, devices: Callable[[], Mapping[str, int]]) -> None:
         super().__init__(PERIOD_S)
@@ -47,7 +47,7 @@ class Forecasts(PeriodicTask):
         self._devices = devices
 
     async def tick(self) -> None:
-        """Compute what is missing now."""
+        """Compute the missing plans and static fleets."""
         for row in await self._database.read(_without_plan):
             await self._plan(row)
         for row in await self._database.read(_worth_simulating):
@@ -68,7 +68,7 @@ class Forecasts(PeriodicTask):
         await self._database.write(lambda session: _set(session, RunRow, run.id, **values))
 
     async def _answer(self, job: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer of a job; NOTHING if it refuses or fails, because runs do not depend on it."""
+        """Return the answer of a job; NOTHING if it refuses or fails, because runs do not depend on it."""
         try:
             return await self._runner.run(job, question, timeout_s)
         except ApiError as error:
@@ -77,7 +77,7 @@ class Forecasts(PeriodicTask):
 
 
 class Simulations(PeriodicTask):
-    """Runs the queued simulations, one after the other, apart from the forecasts: a simulation may take half an
+    """Runs the queued simulations one at a time, independently of the forecasts, because a simulation may take half an
     hour."""
 
     def __init__(self, database: Database, runner: Runner) -> None:
@@ -115,15 +115,15 @@ def _without_plan(session: Session) -> list[RunRow]:
 
 
 def _worth_simulating(session: Session) -> list[RunRow]:
-    """The runs that have done twice the steps of their last simulation, or have ended since."""
+    """Return the runs whose steps have doubled since their last simulation, or that have ended since."""
     query = select(RunRow).where(RunRow.step > RunRow.simulated_step, RunRow.step >= 2)
     rows = session.scalars(query)
     due = [row for row in rows if row.status in ENDED or row.step >= max(2 * row.simulated_step, FIRST_STEPS)]
-    return [row for row in due if row.spec.get("type", "rlhf") == "rlhf"]  # others have no fleet
+    return [row for row in due if row.spec.get("type", "rlhf") == "rlhf"]  # other types of runs have no fleet
 
 
 def _similar_trace(session: Session, run: RunRow) -> str | None:
-    """The trace of the newest succeeded run of the same type with the same model and data."""
+    """Return the trace of the newest succeeded run of the same type with the same model and data."""
     query = select(RunRow).where(RunRow.status == Status.SUCCEEDED).order_by(RunRow.created_at.desc()).limit(100)
     for row in session.scalars(query):
         same = all(row.spec.get(key) == run.spec.get(key) for key in SAME_LENGTHS)
@@ -133,7 +133,7 @@ def _similar_trace(session: Session, run: RunRow) -> str | None:
 
 
 def _waiting(session: Session) -> list[SimulationRow]:
-    """The queued simulations in order, with those that the end of an earlier service has interrupted."""
+    """Return the queued simulations in order, including those interrupted by the end of an earlier service."""
     query = select(SimulationRow).where(SimulationRow.status.in_(["queued", "running"]))
     return list(session.scalars(query.order_by(SimulationRow.created_at)))
 

@@ -1,4 +1,4 @@
-"""The jobs, by name; each takes and returns JSON values. Only preload imports this module, whose imports take
+"""The jobs by name. Each takes and returns JSON values. Only `preload` imports this module, because its imports take
 seconds."""
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rlhfless.spec.errors import InputError, Problem
 Json = dict[str, Any]
 
 MOST_BARS = 20_000
-"""Bars of a device in one answer; a step of a hundred actors has some hundreds."""
+"""Maximum number of bars per device in one answer. A step of a hundred actors has a few hundred."""
 
 
 def static(question: Json) -> Json:
-    """The best static fleet for a run's trace, as objects.StaticFleet."""
+    """Return the best static fleet for a run's trace, as objects.StaticFleet."""
     folder = question["trace"]
     return best_static(read_trace(folder, tokens=False), read_runtime(folder))
 
 
 def timeline(question: Json) -> Json:
-    """`rows` of objects.TimelineObject: the devices of a trace's last steps, with their holdings and the work in them.
+    """Return `rows` of objects.TimelineObject: the devices of a trace's last steps, with their holdings and work.
     `question`: trace (its folder), steps."""
     trace = read_trace(question["trace"], tokens=False)
     records = trace.steps[-question["steps"] :]
@@ -61,7 +61,8 @@ def _newest(bars: list[Json]) -> list[Json]:
 
 
 def rewards(question: Json) -> Json:
-    """The scores of given samples: the value of each part, the weighted sum, and what failed. Raises InputError."""
+    """Return the scores of given samples: the value of each part, the weighted sum, and the failures. Raises
+    InputError."""
     values = {"model": {"path": "none"}, "prompts": {"path": "none"}, "rewards": question["rewards"]}
     spec = RunSpec.model_validate(values | {"scoring": {"http_hosts": question["http_hosts"]}})
     samples = [_with_tokens(index, sample, spec) for index, sample in enumerate(question["samples"])]
@@ -81,7 +82,8 @@ def rewards(question: Json) -> Json:
 
 
 def _with_tokens(index: int, sample: Json, spec: RunSpec) -> Json:
-    """The sample with a number of tokens: there is no tokenizer here. Raises InputError if a reward depends on it."""
+    """Return the sample with a number of tokens, because no tokenizer is available. Raises InputError if a reward needs
+    it."""
     if "response_tokens" not in sample and any(isinstance(part, LengthPenaltySpec) for part in spec.rewards):
         what, hint = "missing, and a length_penalty needs it", "give the number of tokens of the response"
         raise InputError("the samples", [Problem(f"samples.{index}.response_tokens", what, hint)])

@@ -1,6 +1,6 @@
-"""Runs jobs in processes of their own, so that their imports do not block the service, and their faults do not end it.
+"""Runs jobs in their own processes, so that their imports do not block the service and their faults do not end it.
 
-A job takes and returns JSON. It is forked from a process that has its imports already, runs at low priority, and is
+A job takes and returns JSON. It is forked from a process that already has its imports, runs at low priority, and is
 killed when it takes too long or its caller is cancelled.
 """
 
@@ -28,19 +28,19 @@ from rlhfless.util.errors import UserError
 log = logging.getLogger(__name__)
 
 AT_ONCE = 2
-"""Most jobs at a time: they take cores from runs."""
+"""Maximum number of concurrent jobs, because jobs take cores from runs."""
 
 MOST_BYTES = 64 << 20
-"""Largest answer of a job, in bytes."""
+"""Maximum size of a job's answer in bytes."""
 
 PRELOAD = ["rlhfless.control.compute.preload", "__main__"]
-"""Modules that the process imports from which jobs are forked. Without `__main__` each job would import that."""
+"""Modules imported by the process from which jobs are forked. Without `__main__`, each job would import it."""
 
 END_S = 5.0
-"""Longest wait for the end of a process that has answered, or was killed."""
+"""Maximum wait for the exit of a process that has answered or was killed."""
 
 LEAST_BYTES = 1 << 30
-"""Memory that a job may have at least; the imports alone may take a third of it."""
+"""Minimum memory limit of a job. Imports alone may take a third of it."""
 
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -54,15 +54,16 @@ class Runner:
         FORKS.set_forkserver_preload(PRELOAD)
 
     async def prepare(self) -> None:
-        """Start the process that jobs are forked from, so that the first job need not wait for it."""
+        """Start the process from which jobs are forked, so that the first job does not wait for it."""
         await asyncio.to_thread(forkserver.ensure_running)
 
     async def run(self, job: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer of a job of rlhfless.control.compute.jobs.
+        """Return the answer of a job of rlhfless.control.compute.jobs.
 
-        Raises ApiError: 422 for what the job refuses, 503 if it waits too long for its turn, 504 if it takes too long.
+        Raises ApiError: 422 if the job refuses the question, 504 if waiting for a slot and running take too long, 500
+        if the job fails.
         """
-        # A check refuses in milliseconds: it does not wait until a simulation of minutes has ended.
+        # A check refuses in milliseconds, so it does not wait for a simulation of minutes.
         slots = self._check_slots if job.startswith("check_") else self._slots
         try:
             async with asyncio.timeout(timeout_s), slots:
@@ -98,7 +99,8 @@ class _Exchange:
         self._called_off = False
 
     def answer(self, question: bytes) -> dict[str, Any]:
-        """The job's answer; blocks the calling thread. Raises ApiError (500) if the process ends without one."""
+        """Return the job's answer; blocks the calling thread. Raises ApiError (500) if the process ends without an
+        answer."""
         with self._ours:
             try:
                 with self._starting, self._theirs:
@@ -115,23 +117,23 @@ class _Exchange:
         return answer
 
     def end(self) -> None:
-        """Kill the process with its children; a process that has not started never will. Idempotent."""
+        """Kill the process with its children, and prevent its start if it has not started. Idempotent."""
         with self._starting:
             self._called_off = True
         if self._process.pid is None or not self._process.is_alive():
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()  # it may have no group of its own yet
+        self._process.kill()  # it may not have its own group yet
         self._process.join(END_S)
 
 
 def work(connection: Connection, name: str) -> None:
-    """Run a job in its own process: a question comes over the connection, and the answer goes back over it. What the
-    job and its libraries print goes nowhere."""
-    from rlhfless.control.compute import jobs  # the process that this one is forked from has imported them
+    """Run a job in its own process: receive the question over the connection, and send the answer back. Output of the
+    job and its libraries is discarded."""
+    from rlhfless.control.compute import jobs  # the process from which this process is forked has imported them
 
-    os.setsid()  # the service ends the job together with what the job has started
+    os.setsid()  # lets the service kill the job together with its children
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nothing, stream)

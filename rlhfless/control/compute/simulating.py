@@ -1,4 +1,4 @@
-"""Simulations: policies compared on a scenario or on a run's own steps, and the best static fleet for these."""
+"""Simulations: policies compared on a scenario or on a run's own steps, and the best static fleet for a run."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from rlhfless.spec.explain import explain
 from rlhfless.spec.fleet import StaticSpec
 
 MOST_RESPONSES = 200_000_000
-"""The most responses of a scenario, with its seeds and policies: the simulator does some hundred thousand a second, and
-has half an hour."""
+"""Maximum number of responses of a scenario, including its seeds and policies. The simulator handles about a hundred
+thousand per second, and has half an hour."""
 
 SLOWER = 1.01
-"""A fleet counts as no slower within this factor, the precision of the simulation."""
+"""A fleet within this factor counts as equally fast; this is the precision of the simulation."""
 
 STATIC_STEPS = 100
-"""Most steps of a simulated static fleet: the newest ones."""
+"""Maximum number of steps of a simulated static fleet; the newest steps are used."""
 
 
 def check(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that a simulation can begin; returns an empty answer. Raises InputError for a wrong scenario or policy."""
+    """Check that a simulation can start, and return an empty answer. Raises InputError for a wrong scenario or
+    policy."""
     if question["run"] is None:
         scenario_of(question)
         return {}
@@ -49,7 +50,7 @@ def check(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scenario_of(question: Mapping[str, Any]) -> Scenario:
-    """The scenario of a question. Raises InputError for a wrong or too large scenario."""
+    """Return the scenario of a question. Raises InputError for a wrong or too large scenario."""
     values = question["scenario"]
     try:
         scenario = Scenario.model_validate(values)
@@ -69,7 +70,7 @@ def scenario_of(question: Mapping[str, Any]) -> Scenario:
 
 
 def simulated(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows by policy. Raises InputError, TraceError, PolicyError."""
+    """Return rows by policy. Raises InputError, TraceError or PolicyError."""
     if question.get("trace"):
         return _replayed(question["trace"], question["policies"])
     scenario = scenario_of(question)
@@ -91,7 +92,7 @@ def _replayed(folder: str, policies: list[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON: NaN and infinity as null, other types as texts."""
+    """Convert a value for JSON: NaN and infinity become null, other types become strings."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -102,11 +103,11 @@ def _plain(value: Any) -> Any:
 
 
 def best_static(trace: Trace, drawn: Sequence[RolloutBatch]) -> dict[str, Any]:
-    """The best fleet that never changes, for the steps that a run has done, as objects.StaticFleet.
+    """Return the best fleet of constant size for the steps of a run, as objects.StaticFleet.
 
     Each number of actors that the run could have had is simulated on the run's own trace, with latencies fitted to it.
-    The best is the cheapest that is no slower than the run itself, in the same simulation; if all are slower, the
-    fastest of them. Raises TraceError for a trace without whole steps.
+    The best is the cheapest that is no slower than the run itself in the same simulation; if all are slower, the
+    fastest. Raises TraceError for a trace without complete steps.
     """
     batches = drawn[-STATIC_STEPS:]
     latency = calibrate([trace])
@@ -128,7 +129,6 @@ def best_static(trace: Trace, drawn: Sequence[RolloutBatch]) -> dict[str, Any]:
 
 
 def _wall_s(again: Replay) -> float:
-    """The wall time of all steps of a replay."""
     return sum(step.predicted_s[WALL] for step in again.steps)
 
 

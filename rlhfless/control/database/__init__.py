@@ -1,5 +1,5 @@
-"""The database of the service: its tables, their migrations, and how they are read and written."""
+"""The service's database: tables, migrations, and access."""
 
 
 class Unavailable(Exception):
-    """The database does not answer. What was asked for was not done, and may be asked for again."""
+    """The database does not answer. The request was not executed and may be repeated."""

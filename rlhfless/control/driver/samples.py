@@ -1,4 +1,4 @@
-"""A few samples of each step and of each evaluation, for people to read: with what rewards saw of them."""
+"""Selects samples of each step and evaluation for people to read, with the inputs and results of their rewards."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from rlhfless.spec import RewardSpec
 from rlhfless.util.text import storable, storable_values
 
 GROUPS = 4
-"""Prompts of a step, or of a set of an evaluation; of each the best sample, the worst, and one that failed."""
+"""Number of prompts per step or per set of an evaluation. Each contributes its best, its worst and one failed
+sample."""
 
 MOST_HELD_OUT = 24
-"""Most prompts of an evaluation of many sets; each set has one at least."""
+"""Maximum number of prompts of an evaluation with many sets. Each set has at least one."""
 
 FAILED = 2
-"""Further samples of a step for which a reward failed."""
+"""Number of additional samples of a step whose reward failed."""
 
 MOST_CHARACTERS = 20_000
-"""Most characters of a prompt or a response; the trace has all of them, if `logging.record_tokens` is set."""
+"""Maximum characters of a prompt or response. The trace has the full text if `logging.record_tokens` is set."""
 
 MOST_OF_COLUMN = 2_000
-"""Most characters of a column."""
+"""Maximum characters of a column."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:
     rewards: Sequence[RewardSpec]
     special_tokens: Sequence[str]
-    """Texts of the tokenizer's special tokens: the page shows them apart from other text."""
+    """The tokenizer's special tokens as text. The page highlights them."""
 
     def of_step(self, experience: Experience) -> list[dict[str, Any]]:
-        """Return a few samples of a training step, chosen by a hash of the prompt's id: a prompt that returns in a
+        """Return samples of a training step, chosen by a hash of the prompt id, so that a prompt that returns in a
         later epoch is likely to be shown again."""
         found = [sample for group in _chosen(experience.groups, GROUPS) for sample in _extremes(group)]
         known = {id(sample) for _, sample in found}
@@ -46,7 +47,7 @@ class SampleReader:
         return [self._object(group.prompt, sample, "train") for group, sample in found]
 
     def of_evaluation(self, sampled: Experience, greedy: Experience) -> list[dict[str, Any]]:
-        """Return a few samples of an evaluation: of the same prompts each time, with the greedy response."""
+        """Return samples of an evaluation, of the same prompts each time and including the greedy response."""
         best = {group.prompt.prompt_id: group.samples for group in greedy.groups}
         names = dict.fromkeys(group.prompt.source for group in sampled.groups)
         most = min(max(MOST_HELD_OUT // max(len(names), 1), 1), GROUPS)
@@ -84,7 +85,7 @@ class SampleReader:
         }
 
     def _expected(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
-        """Yield the expected answer of each reward that compares with an answer, in the form that it compares."""
+        """Yield the expected answer of each reward that compares with an answer, in the form used for comparison."""
         for reward in self.rewards:
             if not reward.scores(prompt.source):
                 continue
@@ -97,7 +98,7 @@ class SampleReader:
 
 
 def _chosen(groups: Iterable[Group], most: int) -> list[Group]:
-    """Choose groups by a hash of their prompts' ids: the same whenever the prompts are the same."""
+    """Choose groups by a hash of their prompt ids, so that the same prompts give the same choice."""
     return sorted(groups, key=lambda group: hashlib.blake2b(group.prompt.prompt_id.encode()).digest())[:most]
 
 
@@ -111,7 +112,7 @@ def _extremes(group: Group) -> list[tuple[Group, Sample]]:
 
 
 def _short(value: Any) -> Any:
-    """Return a column's value as JSON; a long value as a text that is cut."""
+    """Return a column's value as JSON; a long value as truncated text."""
     text = json.dumps(storable_values(value), ensure_ascii=False, default=str, allow_nan=True)
     if len(text) <= MOST_OF_COLUMN:
         return json.loads(text, parse_constant=str)

@@ -1,4 +1,4 @@
-"""Runs share devices"""
+"""Add `leases.tenants`: runs share devices."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Name a run's requested state"""
+"""Rename a run's requested state."""
 
 from alembic import op
 
