@@ -1,6 +1,6 @@
 """The virtual clock: the events of a simulation, and the agenda that orders them by time.
 
-An event names a slot, and the turn or life at that slot to which it belongs: events of an earlier one are void.
+An event names a slot, and its turn or life at that slot: events of an earlier turn or life are void.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ L = TypeVar("L")
 
 @dataclass
 class Agenda(Generic[E]):
-    """The events to come. Events at one instant keep the order in which they were added."""
+    """Pending events. Events at one instant keep the order in which they were added."""
 
     _heap: list[tuple[float, int, E]] = field(default_factory=list)
     _number: count[int] = field(default_factory=count)
@@ -31,12 +31,13 @@ class Agenda(Generic[E]):
         return self._heap[0][0] if self._heap else math.inf
 
     def pop(self) -> tuple[float, E]:
-        """The next event and its time. Raises IndexError if there is none."""
+        """Remove and return the next event and its time. Raises IndexError if there is none."""
         at_s, _, event = heapq.heappop(self._heap)
         return at_s, event
 
     def pop_like(self, at_s: float, kind: type[L]) -> list[L]:
-        """The events of a kind that are due next, all at this time, up to the first event of another kind."""
+        """Remove and return the next events of a kind that are all due at `at_s`, up to the first event of another
+        kind."""
         alike: list[L] = []
         while self._heap and self._heap[0][0] == at_s and isinstance(event := self._heap[0][2], kind):
             alike.append(event)
@@ -46,7 +47,7 @@ class Agenda(Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The time of a start that a policy asked for ahead has come."""
+    """The time of a start that a policy requested in advance has come."""
 
     slot: int
     turn: int
@@ -72,7 +73,7 @@ class WeightsLoaded:
 
 @dataclass(frozen=True, slots=True)
 class SpotInterrupted:
-    """The cloud takes the machine of a spot replica away."""
+    """The cloud reclaims the machine of a spot replica."""
 
     slot: int
     life: int

@@ -22,14 +22,14 @@ SPANS = 1024
 SAMPLE = np.dtype(
     [
         ("prompt", np.int64),
-        ("target", np.int64),  # tokens it will have when it ends
+        ("target", np.int64),  # response tokens when it ends
         ("group", np.int64),
-        ("admitted", np.int64),  # its number in its engine's order of admission
+        ("admitted", np.int64),  # its position in its engine's order of admission
         ("arrival_s", np.float64),
         ("start_s", np.float64),
         ("finish_s", np.float64),
         ("cached", np.int64),
-        ("cut", np.bool_),  # it will end by its length, not by itself; no policy sees it before
+        ("cut", np.bool_),  # ends by length, not by itself; no policy sees it before
     ],
     align=True,
 )
@@ -38,14 +38,14 @@ ENGINE = np.dtype(
     [
         ("now_s", np.float64),
         ("slowdown", np.float64),
-        ("since_s", np.float64),  # begin of its last span of work
-        ("rested_s", np.float64),  # end of that span, unless it is at work; -inf before the first
-        ("row", np.int64),  # of the pool
+        ("since_s", np.float64),  # start of its last span of work
+        ("rested_s", np.float64),  # end of that span, unless it is working; -inf before the first
+        ("row", np.int64),  # in the pool
         ("slot", np.int64),
         ("iteration", np.int64),
-        ("context", np.int64),  # tokens of the sequences that decode
-        ("running", np.int64),  # sequences that decode
-        ("filling", np.int64),  # sequences that prefill
+        ("context", np.int64),  # tokens of the decoding sequences
+        ("running", np.int64),  # decoding sequences
+        ("filling", np.int64),  # prefilling sequences
         ("head", np.int64),  # of the queue
         ("queued", np.int64),
         ("free", np.int64),  # blocks
@@ -53,10 +53,10 @@ ENGINE = np.dtype(
         ("preempted", np.int64),
         ("prefilled", np.int64),  # tokens
         ("cached", np.int64),  # tokens
-        ("evicted", np.int64),  # tokens that were cached, were evicted, and were needed again
-        ("taken", np.int64),  # blocks that sequences took from the free ones so far
+        ("evicted", np.int64),  # tokens that were cached, evicted and needed again
+        ("taken", np.int64),  # blocks that sequences have taken from the free ones
         ("decoded", np.int64),  # tokens
-        ("wanted_tokens", np.int64),  # the prefill without a price; 0: none
+        ("wanted_tokens", np.int64),  # tokens of the prefill without a price; 0: none
         ("wanted_context", np.int64),
     ]
 )
@@ -70,7 +70,7 @@ class Limits(NamedTuple):
     max_sequences: int
     block_tokens: int
     chunk_tokens: int
-    """Tokens of a mixed iteration; 0: prompts are prefilled whole, in iterations in which no sequence decodes."""
+    """Token budget of a mixed iteration; 0: prompts are prefilled whole, in iterations in which no sequence decodes."""
 
 
 class Costs(NamedTuple):
@@ -87,16 +87,16 @@ class Table(NamedTuple):
 
     sample: Records  # [samples] of SAMPLE
     tokens: Ints
-    """`[samples]`: generated so far; of a sequence that decodes, as of when its engine was last asked to continue."""
+    """`[samples]`: generated so far; for a decoding sequence, as of when its engine last stopped advancing."""
     finished: Flags  # [samples]
     truncated: Flags  # [samples]: finished by length
     home: Ints  # [samples]: the slot that each belongs to
     actor: Ints  # [samples]: the slot that generated the end of each
     parent: Ints
     """`[nodes]`: the node of the next shorter shared prefix, or NONE. The prompts of groups are the first nodes, the
-    prefixes that prompts share come after them."""
-    depth: Ints  # [nodes]: tokens of each that can be cached, from the first one
-    left: Ints  # [nodes]: of a prompt, its samples that have not finished
+    shared prefixes come after them."""
+    depth: Ints  # [nodes]: tokens of each that can be cached, counted from the first
+    left: Ints  # [nodes]: of a prompt, its unfinished samples
     complete_s: Floats  # [nodes]: when the last of its finished samples ended
 
     @property
@@ -120,19 +120,19 @@ class Table(NamedTuple):
         return cast(Floats, self.sample["finish_s"])
 
     def part(self, samples: slice, nodes: slice) -> Table:
-        """Views of these rows."""
+        """Return views of these rows."""
         by_node = self.parent, self.depth, self.left, self.complete_s
         columns: list[Any] = [*(column[samples] for column in self[:6]), *(column[nodes] for column in by_node)]
         return Table(*columns)
 
     def copied(self) -> Table:
-        """The same values elsewhere."""
+        """Return a copy."""
         columns: list[Any] = [column.copy() for column in self]
         return Table(*columns)
 
 
 def table_of(samples: int, nodes: int) -> Table:
-    """Empty rows for so many samples, and for the prompts and shared prefixes that they start with."""
+    """Create empty rows for `samples` samples and `nodes` prompts and shared prefixes."""
     return Table(
         sample=np.zeros(samples, dtype=SAMPLE),
         tokens=np.zeros(samples, dtype=np.int64),
@@ -148,25 +148,25 @@ def table_of(samples: int, nodes: int) -> Table:
 
 
 class Pool(NamedTuple):
-    """Engines of one shape and model that generate a step, or several at once."""
+    """Engines of one shape and model that generate one or more steps."""
 
     engine: Records  # [engines] of ENGINE
-    heap: Ints  # [engines, max_sequences]: sequences that decode, by the iteration at which they end
-    filling: Ints  # [engines, max_sequences]: samples that prefill, in order of admission
+    heap: Ints  # [engines, max_sequences]: decoding sequences, by the iteration at which they end
+    filling: Ints  # [engines, max_sequences]: prefilling samples, in order of admission
     left: Ints  # [engines, max_sequences]: tokens they have yet to prefill
     done: Ints  # [engines, max_sequences]: tokens of each that are in the cache
     queue: Ints  # [engines, samples]: a ring
-    phase: Ints  # [engines, block_tokens]: how many sequences decode, by `(context - iteration) mod block`
-    residents: Ints  # [engines, nodes]: sequences that start with the node, and hold its blocks
-    idle: Ints  # [engines, nodes]: its blocks that no sequence holds any more, and that can still be found in the cache
-    evicts: Ints  # [engines, nodes]: the `taken` from which on these are given to others, the last of them first
-    ended: Ints  # [samples]: samples that ended, in order, since the pool was last asked to continue
-    span: Records  # [SPANS] of SPAN: work that is over
-    totals: Ints  # [2]: how many ended, how many spans
+    phase: Ints  # [engines, block_tokens]: number of decoding sequences, by `(context - iteration) mod block`
+    residents: Ints  # [engines, nodes]: sequences that start with the node and hold its blocks
+    idle: Ints  # [engines, nodes]: its blocks that no sequence holds, but that can still be found in the cache
+    evicts: Ints  # [engines, nodes]: the `taken` at which these start to be reused, the last of them first
+    ended: Ints  # [samples]: samples that ended, in order, during the current advance
+    span: Records  # [SPANS] of SPAN: past work
+    totals: Ints  # [2]: number of ended samples, number of spans
 
 
 class State(NamedTuple):
-    """One engine: its rows of a pool, and what the pool's engines share."""
+    """One engine: its rows of a pool, and the arrays that the pool's engines share."""
 
     n: Any
     heap: Ints
@@ -184,7 +184,7 @@ class State(NamedTuple):
 
 
 def pool_of(engines: int, limits: Limits, samples: int, nodes: int) -> Pool:
-    """A pool of engines without work."""
+    """Create a pool of idle engines."""
 
     def columns(width: int) -> Ints:
         return np.empty((engines, width), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The simulated run in the records of the runtime, so that `rlhfless.scaling.accounting` bills both."""
+"""Record a simulated run in the runtime's records, so that `rlhfless.scaling.accounting` bills both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhfless.scaling.prices import PriceBook
 
 
 def version_of(step: int) -> WeightVersion:
-    """The version of the weights after `step` training steps."""
+    """Return the version of the weights after `step` training steps."""
     return WeightVersion("simulated", 1, step, "none")
 
 
@@ -32,13 +32,15 @@ class SimulatedLedger:
     def called(
         self, caller: ReplicaIdentity, work: Work, step: int, start_s: float, end_s: float, **figures: int | str
     ) -> None:
-        """Records a call; `figures` are further fields of Invocation."""
+        """Record a call; `figures` are further fields of Invocation."""
         call = Invocation(caller.function, caller.replica, caller.incarnation, work, step, start_s, end_s, **figures)  # type: ignore[arg-type]
         self.invocations.append(call)
 
     def trace(self, prices: PriceBook, beside: Iterable[str], paid_around: tuple[float, float] | None = None) -> Trace:
-        """The trace, without a row per response. `beside` names replicas that hold a share of their own;
-        `paid_around`: see LearnerShape."""
+        """Return the trace, without a row per response.
+
+        `beside` names replicas that hold a share of their own; `paid_around`: see LearnerShape.
+        """
         meta = TraceMeta("simulated", 1, prices.snapshot(), {}, {})
         held = self.holdings if paid_around is None else by_use(self.holdings, self.invocations, *paid_around)
         holdings = tuple(slept(held, prices, frozenset(beside)))
@@ -46,7 +48,7 @@ class SimulatedLedger:
 
 
 def by_use(holdings: Iterable[Holding], calls: Iterable[Invocation], before_s: float, after_s: float) -> list[Holding]:
-    """The holdings, of the learner only those around its calls."""
+    """Return the holdings, reducing those of the learner to the time around its calls."""
     learner = FunctionName.LEARNER
     spans = union((call.start_s - before_s, call.end_s + after_s) for call in calls if call.function == learner)
     kept: list[Holding] = []
@@ -60,10 +62,10 @@ def by_use(holdings: Iterable[Holding], calls: Iterable[Invocation], before_s: f
 
 
 def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]) -> list[Holding]:
-    """The holdings that are paid for: a device is paid once, however many replicas sleep there.
+    """Return the holdings that are paid for: a device is paid for once, however many replicas sleep on it.
 
     If the book has a price for residency, that is the price of sleep. Otherwise a sleeping replica keeps the device
-    rented, but pays for it only while no other replica does: neither an awake replica, nor one that fell asleep before.
+    rented, but pays for it only while no other replica does, whether awake or asleep for longer.
     """
     paid: list[Holding] = []
     asleep: list[Holding] = []
@@ -87,7 +89,7 @@ def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]
 
 
 def _gaps(disjoint: list[Interval], start_s: float, end_s: float) -> list[Interval]:
-    """The parts of [start_s, end_s) that none of the sorted, disjoint intervals covers."""
+    """Return the parts of [start_s, end_s) that none of the sorted, disjoint intervals covers."""
     edges = [start_s, *(edge for interval in clip(disjoint, start_s, end_s) for edge in interval), end_s]
     return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]
 
@@ -107,37 +109,37 @@ class SimulatedReplica:
         self.life = Lifecycle(ReplicaIdentity(function, name, f"{name}-life{number}", allocation), at_s)
         self.asleep = False
         self.waking = False
-        """Whether the replica wakes after a sleep: its state is STARTING meanwhile."""
+        """Whether the replica is waking from sleep; its state is STARTING meanwhile."""
         self.busy_s = at_s
-        """When the replica will have finished all its work; an actor's engine knows its own time."""
+        """When the replica will have finished all its work; an actor's engine keeps its own time."""
 
     @property
     def state(self) -> ReplicaState:
         return self.life.state
 
     def note(self, closed: tuple[Holding, ...]) -> None:
-        """Records the holdings that a transition of `life` closed."""
+        """Record the holdings that a transition of `life` closed."""
         self._ledger.holdings.extend(closed)
 
     def called(self, work: Work, step: int, start_s: float, end_s: float, **figures: int | str) -> None:
-        """Records a call; `figures` are further fields of Invocation."""
+        """Record a call; `figures` are further fields of Invocation."""
         self._ledger.called(self.life.identity, work, step, start_s, end_s, **figures)
 
     def serve(self, version: WeightVersion, at_s: float) -> None:
-        """From STARTING to SERVING, for functions that load their weights as part of the start."""
+        """Go from STARTING to SERVING, for functions that load their weights as part of the start."""
         self.note(self.life.started(at_s))
         self.note(self.life.ask(version, at_s))
         self.note(self.life.loaded(version, at_s))
         self.busy_s = at_s
 
     def sleep(self, at_s: float, asleep_s: float) -> None:
-        """Drains the replica from `at_s` on; its device's memory is free at `asleep_s`."""
+        """Drain the replica from `at_s` on; its device's memory is free at `asleep_s`."""
         self.note(self.life.drain(at_s))
         self.note(self.life.sleep(asleep_s))
         self.asleep = True
 
     def end(self, at_s: float) -> None:
-        """Drains the replica, and gives its devices back."""
+        """Drain the replica, and give its devices back."""
         if self.life.state in DRAINABLE:
             self.note(self.life.drain(at_s))
         if self.life.state.holds_device:

@@ -1,7 +1,7 @@
 """The samples of one step: their lengths and their progress.
 
-The response lengths are known to the simulator alone. A policy that looks at `RolloutBatch.response_tokens` is an
-oracle, and must say so.
+Only the simulator knows the response lengths. A policy that reads `RolloutBatch.response_tokens` is an oracle, and must
+say so.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from rlhfless.sim.kernel_state import Flags, Floats, Ints, Table, table_of
 
 @dataclass(frozen=True)
 class Selected:
-    """What a step generates and learns from, where it does not learn from all that it generates."""
+    """The samples of a step that does not learn from all that it generates."""
 
     drawn_tokens: Ints  # [samples of the batch]: tokens that earlier steps have generated
     whole: RolloutBatch
-    """The groups with the samples that earlier steps have generated to their end, which the batch does not have: first
-    those of the batch, and then those of which no sample is left to generate."""
+    """The groups including the samples that earlier steps finished, which are not in the batch: first the groups of the
+    batch, then those with no sample left to generate."""
     learns: int
-    """Groups of `whole` that the step learns from: those that are complete first."""
-    must_include: Flags  # [groups of `whole`]: it is learned from in any case
+    """Number of groups of `whole` that the step learns from: those that are complete first."""
+    must_include: Flags  # [groups of `whole`]: always learned from
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
     """The prompts of a step, with the length of every response that will be generated from them.
 
-    Raises ValueError for columns of different lengths, groups that are not 0, 1, 2, ... in order, or lengths below 1.
+    Raises ValueError for arrays of different lengths, groups that are not 0, 1, 2, ... in order, or lengths below 1.
     """
 
     step: int
     prompt_ids: tuple[str, ...]  # [groups]
     prompt_tokens: Ints  # [groups]
-    group: Ints  # [samples]: number of its prompt, ascending
+    group: Ints  # [samples]: index of the sample's prompt, ascending
     response_tokens: Ints  # [samples]
-    truncated: Flags | None = None  # [samples]: it ends by max_tokens, not by itself; None: no response does
+    truncated: Flags | None = None  # [samples]: ends by max_tokens, not by itself; None: no response does
     prefixes: PrefixTree | None = None
     """The prefixes that prompts share; None: they share nothing."""
     selected: Selected | None = None
@@ -95,7 +95,7 @@ class RolloutBatch:
 
 @dataclass
 class Rows:
-    """Rows of the engines' table, for one step after the other."""
+    """Rows of the engines' table, used by one step after another."""
 
     table: Table
     samples: slice
@@ -110,8 +110,8 @@ class Rows:
         return int(self.nodes.start)
 
     def filled(self, batch: RolloutBatch) -> Table:
-        """The samples of a batch, in the first of the rows: views, whose `group` and `parent` are of the whole table.
-        Raises ValueError for a batch that does not fit."""
+        """Write the samples of a batch into the first rows, and return views of them; `group` and `parent` index the
+        whole table. Raises ValueError for a batch that does not fit."""
         count, groups, tree = batch.samples, batch.groups, batch.tree
         nodes = groups + len(tree)
         room = self.samples.stop - self.first_sample, self.nodes.stop - self.first_node
@@ -139,7 +139,8 @@ class Rows:
 
 
 def rows_of(steps: int, samples: int, nodes: int) -> list[Rows]:
-    """Rows of one table for so many steps of at most so many samples, prompts and shared prefixes."""
+    """Create the rows of one table for `steps` steps of at most `samples` samples and `nodes` prompts and shared
+    prefixes."""
     table = table_of(steps * samples, steps * nodes)
     return [
         Rows(table, slice(step * samples, (step + 1) * samples), slice(step * nodes, (step + 1) * nodes))
@@ -149,12 +150,12 @@ def rows_of(steps: int, samples: int, nodes: int) -> list[Rows]:
 
 @dataclass
 class StepProgress:
-    """The progress of the samples of a batch. The engines of a step share it, and write into it."""
+    """The progress of the samples of a batch. The engines of a step share it, and write to it."""
 
     batch: RolloutBatch
     begun_s: float = 0.0
     rows: Rows | None = None
-    """Its rows of a table that it shares with other steps; None: it has a table of its own."""
+    """The step's rows in a table shared with other steps; None: it has a table of its own."""
     table: Table = field(init=False)
     safe_tokens: Ints = field(init=False)
     """`[samples]`: tokens that the driver has received; later tokens are lost if their engine crashes."""
@@ -167,7 +168,7 @@ class StepProgress:
         self.whole = batch if batch.selected is None else batch.selected.whole
         """The groups that the step may learn from."""
         self.left_out = np.zeros(self.whole.groups, dtype=np.bool_)
-        """`[groups of whole]`: it is left to a later step."""
+        """`[groups of whole]`: deferred to a later step."""
         if batch.selected is not None:
             self.table.tokens[:] = batch.selected.drawn_tokens
 
@@ -178,11 +179,12 @@ class StepProgress:
 
     @property
     def unfinished(self) -> int:
-        """The number of samples that have not finished."""
+        """The number of unfinished samples."""
         return self.batch.samples - int(np.count_nonzero(self.table.finished))
 
     def lineage(self, node: int) -> list[int]:
-        """A prompt, by its group, or a shared prefix, and all prefixes that it starts with, the shortest first."""
+        """Return a prompt (by its group) or a shared prefix with all prefixes that it starts with, the shortest
+        first."""
         first = self.at.first_node
         return [each - first for each in lineage(self.at.table.parent, node + first)]
 
@@ -194,12 +196,12 @@ class StepProgress:
 
     @property
     def complete(self) -> Ints:
-        """The groups of which all samples have finished, ascending, without those that are left to later steps."""
+        """The groups whose samples have all finished, ascending, without those that are deferred to later steps."""
         return np.flatnonzero(np.isfinite(self.complete_s) & ~self.left_out)
 
     @property
     def complete_groups(self) -> int:
-        """The number of complete groups, without those that are left to later steps."""
+        """The number of complete groups, without those that are deferred to later steps."""
         if self.batch.selected is not None:
             return len(self.complete)
         return self.batch.groups - int(np.count_nonzero(self.table.left))
@@ -212,7 +214,7 @@ class StepProgress:
 
     @property
     def has_enough(self) -> bool:
-        """Whether the groups are complete that the step learns from, and there are others."""
+        """Whether the step has enough complete groups to learn from, and generates more than it needs."""
         selected = self.batch.selected
         if selected is None or selected.learns == self.whole.groups:
             return False
@@ -220,7 +222,8 @@ class StepProgress:
         return bool(np.count_nonzero(complete) >= selected.learns and complete[selected.must_include].all())
 
     def leave(self) -> None:
-        """Leave what the step does not learn from to later ones; to a policy these samples end where they are."""
+        """Defer the groups that the step does not learn from to later steps; to a policy their samples end where they
+        are."""
         table, selected, complete_s = self.table, self.batch.selected, self.complete_s
         assert selected is not None, "a step that learns from all leaves nothing"
         gate = GroupGate(selected.learns, {str(group) for group in np.flatnonzero(selected.must_include)})

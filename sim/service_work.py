@@ -1,7 +1,7 @@
-"""The stages after generation: services work on complete groups, then the learner on the step.
+"""Run the stages after generation: services work on complete groups, then the learner on the step.
 
-A service's replica that is up takes all complete groups, first come, first served. Its work is therefore computed only
-when the result matters: at the end of the step's generation, before the replica's release, or when the replica comes up
+A service's running replica takes all complete groups, first come, first served. Its work is therefore computed only
+when the result matters: at the end of the step's generation, before the replica's release, or when the replica starts
 later.
 """
 
@@ -37,7 +37,7 @@ class StepUnderWay:
     """`[groups]`, by the slot of a service: the groups that it has taken."""
     generated_s: float | None = None
     ready_s: float | None = None
-    """When all services had finished the step, updates of services that learn among it."""
+    """When all services had finished the step, including the updates of services that learn."""
     updating: set[int] = field(default_factory=set)
     """Slots of services whose update of the step is in progress."""
     updated: set[int] = field(default_factory=set)
@@ -50,35 +50,35 @@ class StepUnderWay:
     prompt_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens that services and the learner computed, by function."""
     passes: Mapping[str, int] = field(default_factory=dict)
-    """By function that learns: how many times it passes the step's prompts, if not once."""
+    """By function that learns: how many times it passes over the step's prompts, if not once."""
     served: set[int] = field(default_factory=set)
     """Slots of services that have finished all groups of the step."""
 
     def wants(self, slot: int) -> bool:
-        """Whether there are complete groups that the service at a slot has not taken."""
+        """Return whether there are complete groups that the service at a slot has not taken."""
         return self.generation.progress.complete_groups > int(np.count_nonzero(self.taken[slot]))
 
     def first_s(self, slot: int) -> float:
-        """When the first complete group that the service at a slot has not taken was complete."""
+        """Return when the first complete group that the service at a slot has not taken became complete."""
         progress = self.generation.progress
         complete = progress.complete
         return float(progress.complete_s[complete[~self.taken[slot][complete]]].min())
 
     def foresee(self, slot: int) -> bool:
-        """Whether a service has taken all groups of the step; True only the first time."""
+        """Return whether a service has taken all groups of the step; True only the first time."""
         if slot in self.foreseen or not (self.taken[slot] | self.generation.progress.left_out).all():
             return False
         self.foreseen.add(slot)
         return True
 
     def computed_prompts(self, function: str, groups: Ints, saved: int) -> None:
-        """Counts the prompts of these groups as computed by a function, once for each sample, less `saved` tokens."""
+        """Count the prompts of these groups as computed by a function, once per sample, less `saved` tokens."""
         batch = self.generation.progress.whole
         tokens = int((batch.prompt_tokens[groups] * np.bincount(batch.group)[groups]).sum()) - saved
         self.prompt_tokens[function] = self.prompt_tokens.get(function, 0) + tokens
 
     def record(self, end_s: float) -> StepRecord:
-        """The step, once it has ended."""
+        """Return the record of a step that has ended."""
         progress, generated_s = self.generation.progress, self.generated_s or end_s
         batch, learned = progress.whole, progress.learned
         unique = float(batch.tree.unique_tokens(batch.prompt_tokens))
@@ -101,8 +101,7 @@ def take(
     under_way: StepUnderWay,
     forward: SharedForward | None = None,
 ) -> None:
-    """A service that is up works on all complete groups of a step that it has not taken yet. `forward`: see
-    PrefixUse."""
+    """Run a service on all complete groups of a step that it has not taken yet. `forward`: see PrefixUse."""
     progress, taken = under_way.generation.progress, under_way.taken[slot]
     groups = progress.complete[~taken[progress.complete]]
     if not len(groups):
@@ -134,7 +133,7 @@ def _pass_together(
     tokens: Floats,
     forward: SharedForward,
 ) -> None:
-    """A service passes all groups that wait in one call, in which shared prefixes are computed once."""
+    """Run a service on all waiting groups in one call, computing shared prefixes once."""
     batch, first, count = under_way.generation.progress.whole, 0, len(groups)
     while first < count:
         start_s = max(replica.busy_s, float(arrival_s[first]))
@@ -149,7 +148,7 @@ def _pass_together(
 
 
 def shared_forward(batch: RolloutBatch, groups: Ints, forward: SharedForward) -> int:
-    """Tokens that one forward pass over these groups does not compute, because it computes shared prefixes once."""
+    """Return the tokens that one forward pass over these groups saves by computing shared prefixes once."""
     in_groups = np.isin(batch.group, groups)
     return saved_tokens(
         batch.tree, batch.prompt_tokens, batch.group[in_groups], batch.response_tokens[in_groups], forward
@@ -164,7 +163,7 @@ def update(
     parts: int,
     forward: SharedForward | None = None,
 ) -> None:
-    """A service learns the step from `at_s` on, in `parts` that forward shared prefixes by themselves."""
+    """Update a service on the step from `at_s` on, in `parts` that forward shared prefixes separately."""
     fed, saved = _computed(shape.function, under_way, parts, forward, shape.epochs)
     spent_s = shape.update_fixed_s + shape.update_token_s * (fed - saved)
     step, read = under_way.generation.progress.batch.step, {"input_tokens": fed, "cached_tokens": saved}
@@ -175,7 +174,7 @@ def update(
 def _computed(
     function: str, under_way: StepUnderWay, parts: int, forward: SharedForward | None, epochs: int
 ) -> tuple[int, int]:
-    """The tokens of an update's input in all passes, and the number of them that it does not compute."""
+    """Return the input tokens of an update in all passes, and how many of them it does not compute."""
     progress = under_way.generation.progress
     batch, groups, learned = progress.whole, np.flatnonzero(~progress.left_out), progress.learned
     fed = int(batch.prompt_tokens[batch.group[learned]].sum() + batch.response_tokens[learned].sum())
@@ -193,7 +192,7 @@ def learn(
     at_s: float,
     forward: SharedForward | None = None,
 ) -> None:
-    """The learner evaluates, learns and publishes, from `at_s` on. `forward`: see PrefixUse."""
+    """Evaluate, learn and publish from `at_s` on. `forward`: see PrefixUse."""
     batch = under_way.generation.progress.batch
     fed, saved = _computed(FunctionName.LEARNER, under_way, shape.parts, forward, shape.epochs)
     tokens = fed - saved
@@ -211,7 +210,7 @@ def learn(
 
 
 def first_come_first_served(arrival_s: Floats, service_s: Floats) -> list[Interval]:
-    """The spans in which one server works. Jobs that follow each other within JOIN_S are in one span.
+    """Return the spans in which one server works. Jobs within JOIN_S of each other share a span.
 
     `arrival_s` ascends. The end of job i is the largest, over j <= i, of arrival j plus all service from j to i.
     """

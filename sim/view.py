@@ -19,11 +19,11 @@ slot_view = lru_cache(maxsize=1 << 16)(SlotView)
 
 
 def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
-    """The slots of a setup, by slot. Raises PriceError for a device kind without a price.
+    """Return the view of a setup's slots. Raises PriceError for a device kind without a price.
 
-    The price of a device is the saving of its release: for owned hardware the price that other users pay, and nothing
-    for a device of the learner, which is never released, or of a node that is rented whole.
-    Stragglers look like all others, and all actors are assumed to load their weights at once.
+    The price of a device is the saving of its release: for owned hardware the price that other users pay, and 0 for a
+    device of the learner, which is never released, or of a node that is rented whole. Stragglers look like all others,
+    and all actors are assumed to load their weights at once.
     """
     actors = setup.actors
     released = setup.learner.paid_around is not None
@@ -60,8 +60,8 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
 
 
 def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView:
-    """The view with the seconds until nodes that are still being provisioned are ready, as a live fleet shows them when
-    a step starts."""
+    """Return the view with the seconds until nodes that are being provisioned are ready, as a live fleet shows them at
+    the start of a step."""
     waits_s = [fleet.reacquire_s(slot, at_s) for slot in range(len(view.replica_slots))]
     if not any(waits_s):
         return view
@@ -70,8 +70,8 @@ def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView
 
 
 def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook, kept: Collection[str]) -> float:
-    """US dollars per second while only the devices in `kept` are held, which are never given back. Raises PriceError
-    for a kind without a price."""
+    """Return US dollars per second while only the devices in `kept`, which are never given back, are held. Raises
+    PriceError for a kind without a price."""
     devices = {device.name: device.kind for slot_setup in slot_setups for device in slot_setup.allocation.devices}
     usd_per_hour = (
         prices.device(kind).usd_per_hour if name in kept else prices.device(kind).released_usd_per_hour
@@ -81,7 +81,7 @@ def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook, kept: Co
 
 
 class Window:
-    """Makes the views of a step for its policy. Their arrays are the simulation's own; only the slots are new in each
+    """Creates the views of a step for its policy. Their arrays are the simulation's own; only the slots are new in each
     view."""
 
     def __init__(self, fleet_view: FleetView, fleet: SimulatedFleet, generation: Generation) -> None:
@@ -103,13 +103,13 @@ class Window:
         )
 
     def view(self) -> StepView:
-        """The step and the fleet now."""
+        """Return a view of the step and the fleet now."""
         return self._view(slots=tuple(map(slot_view, self._fleet.states(), *self._generation.counts())))
 
 
 def _usd_per_s(slot_setup: SlotSetup, prices: PriceBook, kept: Collection[str]) -> float:
-    """US dollars per second that the release of a slot's replica saves. A replica that runs next to others holds a
-    share of its own, and can give it back on any device."""
+    """Return the US dollars per second that the release of a slot's replica saves. A replica that runs next to others
+    holds a share of its own, and can give it back on any device."""
     shared = [
         (held, share) for held, share in slot_setup.allocation.shared if slot_setup.beside or held.name not in kept
     ]

@@ -1,11 +1,11 @@
-"""A fleet that follows its queue, as Ray Serve, Knative and KEDA do: it knows requests, not steps. Pure.
+"""Scale a fleet by its queue, as Ray Serve, Knative and KEDA do: it knows requests, not steps. Pure.
 
 A router gives each sample to the replica with the fewest samples. Samples that an engine has not started can still
 move: when a new replica serves, it takes its share of the waiting samples. A superfluous replica gets no more samples,
 finishes the samples it has, and is released.
 
 An autoscaler decides the number of replicas from running and queued requests, averaged over windows. The policy asks it
-at its own interval. docs/policies.md has the sources of the defaults.
+at the autoscaler's own interval. docs/policies.md has the sources of the defaults.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class KedaSpec(SpecModel):
 
 
 class MetricWindow:
-    """A count over time, constant between two records; averages over its last part."""
+    """A count over time, constant between two records, with averages over its last part."""
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
-        self._pieces: deque[tuple[float, float]] = deque()  # (from when, count)
+        self._pieces: deque[tuple[float, float]] = deque()  # (start time, count)
 
     def record(self, at_s: float, count: float) -> None:
         self._pieces.append((at_s, count))
@@ -115,8 +115,8 @@ class MetricWindow:
             self._pieces.popleft()
 
     def mean(self, at_s: float, length_s: float) -> float:
-        """The mean over the last `length_s`, or since the first record if that is later; at the first record its
-        count."""
+        """Return the mean over the last `length_s`, or since the first record if that is later; at the first record,
+        its count."""
         total, until_s = 0.0, at_s
         since_s = max(at_s - length_s, self._pieces[0][0])
         for from_s, count in reversed(self._pieces):
@@ -135,7 +135,7 @@ class Autoscaler(Protocol):
     """Seconds between two decisions."""
 
     def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
-        """The number of replicas to have; `replicas` were asked for last, and `ongoing` counts all requests."""
+        """Return the number of replicas to have; `replicas` were wanted last, and `ongoing` counts all requests."""
         ...
 
 
@@ -171,7 +171,7 @@ class Knative:
         self._settings = settings
         self._window = MetricWindow(settings.stable_window_s)
         self._panic_s: float | None = None
-        """When the short window last asked for a panic; None while it is calm."""
+        """When the short window last called for panic; None while calm."""
         self._zero_since_s: float | None = None
 
     def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
@@ -191,7 +191,7 @@ class Knative:
         return max(stable, sudden, replicas) if self._panic_s is not None else self._to_zero(at_s, stable, replicas)
 
     def _to_zero(self, at_s: float, desired: int, replicas: int) -> int:
-        """The last replica stays for the grace period."""
+        """Keep the last replica for the grace period."""
         if desired > 0 or replicas == 0:
             self._zero_since_s = None
             return desired
@@ -257,7 +257,7 @@ class QueueReactive:
         return now.layout.generation[: max(self._replicas, 1)]
 
     def _begin(self, now: PolicyContext) -> list[Action]:
-        """Assigns the step's samples; without a replica, waiting requests start one at once."""
+        """Assign the step's samples; without a replica, waiting requests start one at once."""
         notes = [action for action in self._scale(now, now.view.group.size) if isinstance(action, Note)]
         actors = self._actors(now)
         begin = start(now, actors)
@@ -265,7 +265,7 @@ class QueueReactive:
         return [*notes, *begin, *assign_to_least(np.arange(now.view.group.size), up, now.loads)]
 
     def _scale(self, now: PolicyContext, ongoing: int) -> list[Action]:
-        """Asks the autoscaler, and starts and releases replicas accordingly."""
+        """Ask the autoscaler, and start and release replicas accordingly."""
         actions: list[Action] = []
         generation = now.layout.generation
         if now.at_s - self._asked_s >= self._autoscaler.interval_s:
@@ -283,7 +283,7 @@ class QueueReactive:
 
 
 def _take_share(now: PolicyContext, slot: int, actors: int) -> list[Action]:
-    """Moves to a new replica its share of the samples that no engine has started."""
+    """Move to a new replica its share of the samples that no engine has started."""
     loads = now.loads
     excess = np.maximum(loads - [now.layout.max_sequences(other) for other in range(loads.size)], 0)
     share = int(loads.sum()) // max(actors, 1) - int(loads[slot])
@@ -301,15 +301,15 @@ def _take_share(now: PolicyContext, slot: int, actors: int) -> list[Action]:
 
 
 def ray_serve(settings: RayServeSpec) -> QueueReactive:
-    """The policy `queue_reactive_ray_serve`."""
+    """Return the policy `queue_reactive_ray_serve`."""
     return QueueReactive(RayServe(settings))
 
 
 def knative(settings: KnativeSpec) -> QueueReactive:
-    """The policy `queue_reactive_knative`."""
+    """Return the policy `queue_reactive_knative`."""
     return QueueReactive(Knative(settings))
 
 
 def keda(settings: KedaSpec) -> QueueReactive:
-    """The policy `queue_reactive_keda`."""
+    """Return the policy `queue_reactive_keda`."""
     return QueueReactive(Keda(settings))

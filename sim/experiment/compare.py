@@ -1,12 +1,12 @@
-"""All policies of a scenario over all its seeds: the Python API behind `rlhfless simulate`.
+"""Run all policies of a scenario over all its seeds: the Python API behind `rlhfless simulate`.
 
     scenario = load_scenario("examples/scenarios/gsm8k-3b-h100.yaml")
     comparison = compare(scenario)
     for row in comparison.rows("later"):
         print(row.label, row.step_s, row.step_usd)
 
-Policies share their seeds, so that each pair of them has the same lengths. The result does not depend on how many
-processes worked on it, or in which order.
+Policies share their seeds, so that each pair of them has the same lengths. The result does not depend on the number of
+processes or the order of their work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_HEARTBEATS_S = 3600.0
 and without heartbeats its simulation takes a third of the time."""
 
 Results = dict[str, tuple[RunResult, ...]]
-"""By label; one per seed."""
+"""By label; one result per seed."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class PolicyComparison:
     """By label: the contract of its run with the first seed; one for the run, or one per step."""
 
     def totals(self, label: str, part: Part) -> list[Totals]:
-        """By seed."""
+        """Return the totals by seed."""
         return [Totals.of(steps_of(run.steps, part, self.scenario.epoch_steps)) for run in self.results[label]]
 
     def rows(self, part: Part) -> list[ResultRow]:
-        """One row per policy."""
+        """Return one row per policy."""
         first = self.totals(next(iter(self.results)), part)
         return [row_of(label, self.totals(label, part), first, self.regrets(label, part)) for label in self.results]
 
     def regrets(self, label: str, part: Part) -> list[float] | None:
-        """Regret by seed; None if the clairvoyant did not run, or worked under another contract."""
+        """Return the regret by seed; None if the clairvoyant did not run, or ran under another contract."""
         same = self.contracts.get(CLAIRVOYANT) == self.contracts[label]
         if CLAIRVOYANT not in self.results or not same:
             return None
@@ -77,7 +77,7 @@ class PolicyComparison:
 def compare(
     scenario: Scenario, policies: Sequence[str] | None = None, jobs: int = 1, on_progress: OnProgress | None = None
 ) -> PolicyComparison:
-    """Runs the scenario's policies, or only these labels; and the policies that their contracts are measured by.
+    """Run the scenario's policies, or only these labels, and the policies that their contracts are measured by.
 
     Raises InputError, ContractError or WorkloadError for a scenario that cannot be run.
     """
@@ -101,7 +101,7 @@ def compare(
 
 
 def quoted_part(scenario: Scenario) -> Part:
-    """The part whose figures are quoted: later epochs, or all steps if there is only one epoch."""
+    """Return the part whose figures are quoted: later epochs, or all steps if there is only one epoch."""
     return "later" if scenario.epoch_steps < scenario.steps else "all"
 
 
@@ -118,7 +118,7 @@ def _wanted(scenario: Scenario, labels: Sequence[str] | None) -> list[PolicyEntr
 
 
 def _tasks(scenario: Scenario, entry: PolicyEntry, results: Results) -> list[ExperimentTask]:
-    """The tasks by seed, every fleet that is tried for each seed."""
+    """Return the tasks by seed, with every fleet that is tried for each seed."""
     tasks = []
     for seed in range(scenario.seeds):
         contracts = _contracts(scenario, entry, results, seed)
@@ -136,7 +136,7 @@ def _tasks(scenario: Scenario, entry: PolicyEntry, results: Results) -> list[Exp
 
 
 def _contracts(scenario: Scenario, entry: PolicyEntry, results: Results, seed: int) -> tuple[ContractSpec, ...]:
-    """The contract of a run, in numbers."""
+    """Return the contract of a run, in numbers."""
     if measures_itself(scenario, entry):
         return (WeightedSpec(),)
     label = measured_by(scenario, entry)
@@ -148,7 +148,7 @@ def _contracts(scenario: Scenario, entry: PolicyEntry, results: Results, seed: i
 def _judged(
     scenario: Scenario, entry: PolicyEntry, results: Results, runs: Sequence[RunResult]
 ) -> tuple[RunResult, tuple[ContractSpec, ...]]:
-    """The run of a seed, the best of them if several were tried, with its contract judged for each step."""
+    """Return the run of a seed, or the best of several, with its contract judged for each step."""
     contracts, part = _contracts(scenario, entry, results, runs[0].seed), quoted_part(scenario)
     span = span_of(contract_of(scenario, entry), scenario)
     steps = [judged(run.steps, contracts, span) for run in runs]
@@ -162,15 +162,16 @@ def _judged(
 
 
 def tried(scenario: Scenario, entry: PolicyEntry) -> list[FleetShape]:
-    """The fleets of which an entry is the best: one for a policy that chooses its devices itself."""
+    """Return the fleets to choose the best from: a single one for a policy that chooses its devices itself."""
     if entry.name == BEST_STATIC:
         return fleets(scenario)
     return [fleet_of(scenario, entry)]
 
 
 def fleets(scenario: Scenario) -> list[FleetShape]:
-    """Every fleet that the model fits on: co-located on the devices of 1, 2, 3, ... actors; and disaggregated, with
-    every number of actors and a learner of 1, 2, 4, ... times the devices it needs, or of all devices of its kind."""
+    """Return every fleet that the model fits on: co-located on the devices of 1, 2, 3, ... actors; and disaggregated,
+    with every number of actors and a learner of 1, 2, 4, ... times the devices it needs, or of all devices of its
+    kind."""
     machines, each = scenario.cluster.machines[-1], scenario.engine.devices
     if machines is not scenario.cluster.machines[0]:
         placement = ScenarioPlacementSpec(mode="disaggregated")
@@ -189,7 +190,7 @@ def fleets(scenario: Scenario) -> list[FleetShape]:
 
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of steps done, of all runs together, and the number of steps known to be needed."""
+"""Called with the number of steps done, over all runs, and the number of steps known to be needed."""
 
 LOOK_S = 0.5
 """Seconds between two updates of the progress of other processes."""
@@ -199,7 +200,7 @@ _done: Any = None
 
 
 def _begin(done: Any) -> None:
-    """Prepares a process. Ctrl-C, which a terminal sends to all processes, is left to the parent, which ends its
+    """Prepare a worker process. A terminal sends Ctrl-C to all processes; only the parent handles it, and ends its
     workers."""
     global _done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -236,13 +237,14 @@ class ExperimentWorkers:
     ) -> None:
         if self._pool is None:
             return
-        if kind is not None and not issubclass(kind, Exception):  # interrupted: running tasks are not waited for
+        if kind is not None and not issubclass(kind, Exception):  # interrupted: do not wait for running tasks
             for process in active_children():
                 process.kill()
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[ExperimentTask], later: int) -> list[RunResult]:
-        """The results of all tasks; `later` counts the steps of tasks that will follow. Raises the error of a run."""
+        """Return the results of all tasks; `later` counts the steps of tasks that will follow. Raises the error of a
+        run."""
         self._total = self._done + sum(task.scenario.steps for task in tasks) + later
         self._on_progress(self._done, self._total)
         if self._pool is None:

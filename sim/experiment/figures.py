@@ -1,13 +1,13 @@
-"""A simulated run in figures, step by step, from its trace alone. Pure.
+"""Compute the figures of a simulated run, step by step, from its trace alone. Pure.
 
 A step's window lasts from the end of the previous step to its own end, so that the windows cover the run, starts and
-waits included; with overlapping steps (one_step_off) a window is what one more step costs. The bill of a window is
+waits included; with overlapping steps (one_step_off) a window is the cost of one more step. The bill of a window is
 
-    holdings within it x price  +  the cost of devices while they are not held
+holdings within it x price  +  the cost of devices while they are not held
 
 and the second part is 0 for devices that were rented by themselves and are given back. Nodes that are rented whole are
-paid for until the run ends. Owned devices are paid for anyway, less what other users pay for them; and a policy whose
-users reserve all devices for the whole run pays for devices that it leaves idle.
+paid for until the run ends. Owned devices are paid for anyway, less what other users pay for them. A policy whose users
+reserve all devices for the whole run also pays for devices that it leaves idle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One step. Device-seconds count accelerators; CPU cores are in the cost alone."""
+    """One step. Device-seconds count accelerators; CPU cores count only in the cost."""
 
     step: int
     time_s: float
@@ -49,11 +49,11 @@ class StepFigures:
     usd: float
     busy_device_s: float
     idle_device_s: float
-    """Held, and nothing ran; reserved or owned devices that are not held are not counted."""
+    """Held while nothing ran; reserved or owned devices that are not held do not count."""
     cold_device_s: float
     response_tokens: float
     limit: float | None = None
-    """Deadline in seconds, or budget in US dollars, that the contract gave this step; None without one."""
+    """Deadline in seconds, or budget in US dollars, that the contract gave this step; None without a limit."""
     kept: bool | None = None
     """Whether the limit was kept."""
 
@@ -67,12 +67,13 @@ class DeviceSupply:
     reserved: bool
     """Whether devices that are not held are paid for as well."""
     spare: Mapping[str, int] = field(default_factory=dict)
-    """Devices, by kind, that the policy never holds, and that cost what their release does not earn: owned ones, and
+    """Devices by kind that the policy never holds, and that cost what their release does not earn: owned devices, and
     others on the nodes that it rents."""
 
 
 def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list[StepFigures]:
-    """One entry per step. Raises PriceError for a device kind without a price, LedgerError for broken holdings."""
+    """Return one entry per step. Raises PriceError for a device kind without a price, LedgerError for broken
+    holdings."""
     ends = [record.end_s for record in trace.steps]
     last_s = max((holding.end_s for holding in trace.holdings), default=0.0)
     bounds = [0.0, *ends[:-1], max(ends[-1], last_s)] if ends else []
@@ -83,7 +84,7 @@ def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list
     for call in trace.invocations:
         by_incarnation[call.incarnation].append(call)
         calls[call.incarnation].append((call.start_s, call.end_s))
-    # Rounding by the seller belongs to the machines and not to a step: it is divided evenly.
+    # Rounding by the seller belongs to the machines, not to a step: it is divided evenly.
     rounding_usd = _rounding_usd(trace.holdings, bounds, prices, devices) / max(len(ends), 1)
     for index, record in enumerate(trace.steps):
         within = held[index]
@@ -110,8 +111,7 @@ def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list
 def _rounding_usd(
     holdings: Sequence[Holding], bounds: Sequence[float], prices: PriceBook, devices: DeviceSupply
 ) -> float:
-    """The cost of time that is billed beyond the holdings; of devices that are kept for the whole run, beyond the
-    run."""
+    """Return the cost of time billed beyond the holdings; for devices kept for the whole run, beyond the run."""
     whole = {kind for kind in devices.count if devices.reserved or prices.device(kind).rented_by == "node"}
     leased = [holding for holding in holdings if holding.device_kind not in whole]
     run_s = bounds[-1] - bounds[0] if bounds else 0.0
@@ -125,7 +125,7 @@ def _rounding_usd(
 
 
 def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, devices: DeviceSupply) -> float:
-    """The cost of devices in a window while they are not held."""
+    """Return the cost of devices in a window while they are not held."""
     held: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for holding in holdings:
         held[holding.device_kind][holding.device].append((holding.start_s, holding.end_s))
@@ -141,7 +141,7 @@ def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, 
 
 
 def _by_window(holdings: Sequence[Holding], bounds: Sequence[float]) -> list[list[Holding]]:
-    """The holdings, cut at the bounds [windows + 1], window by window."""
+    """Return the holdings, cut at the bounds [windows + 1], window by window."""
     windows: list[list[Holding]] = [[] for _ in range(max(len(bounds) - 1, 0))]
     for holding in holdings:
         first = max(bisect_left(bounds, holding.start_s) - 1, 0)
@@ -163,7 +163,7 @@ E = TypeVar("E")
 
 
 def steps_of(steps: Sequence[E], part: Part, epoch_steps: int) -> Sequence[E]:
-    """The values of a part of a run, of a list with one value per step."""
+    """Return the entries of a part of a run, from a list with one entry per step."""
     if part == "all":
         return steps
     return steps[:epoch_steps] if part == "first" else steps[epoch_steps:]
@@ -183,11 +183,11 @@ class Totals:
     p50_s: float
     p99_s: float
     kept: float | None
-    """Share of the steps that kept their limit; None without one."""
+    """Share of the steps that kept their limit; None without a limit."""
 
     @classmethod
     def of(cls, steps: Sequence[StepFigures]) -> Totals:
-        """Raises ValueError for no steps."""
+        """Add up steps. Raises ValueError for no steps."""
         walls = [step.step_s for step in steps]
         judged = [step.kept for step in steps if step.kept is not None]
         return cls(
@@ -214,12 +214,12 @@ class ResultRow:
 
     label: str
     step_s: Interval
-    """Wall time per step, the waits between steps included."""
+    """Wall time per step, including the waits between steps."""
     step_usd: Interval
     usd_per_million_tokens: Interval
     """Per million response tokens."""
     busy_device_s: Interval
-    """Per step, as the next two."""
+    """Per step, like the next two."""
     idle_device_s: Interval
     cold_device_s: Interval
     utilisation: Interval
@@ -234,11 +234,11 @@ class ResultRow:
     cost_ratio: Interval
     """Cost of this policy divided by the cost of the first one, in pairs of equal seeds."""
     regret: Interval | None
-    """Share by which the contract's objective is above the clairvoyant's; None without one."""
+    """Share by which the contract's objective is above the clairvoyant's; None without a clairvoyant."""
 
 
 def row_of(label: str, runs: Sequence[Totals], first: Sequence[Totals], regrets: Sequence[float] | None) -> ResultRow:
-    """`runs` and `first` are by seed, in the same order."""
+    """Return the row of a policy; `runs` and `first` are by seed, in the same order."""
 
     def mean(figure: Callable[[Totals], float]) -> Interval:
         return positive_interval([figure(run) for run in runs])
@@ -265,7 +265,7 @@ def row_of(label: str, runs: Sequence[Totals], first: Sequence[Totals], regrets:
 
 
 def objective(contract: ContractSpec, run: Totals, best: Totals) -> float:
-    """The objective of the contract, relative to `best`: cost under a deadline, time under a budget, or the weighted
+    """Return the contract's objective relative to `best`: cost under a deadline, time under a budget, or the weighted
     mean of both. 1 is as good as `best`."""
     time, cost = ratio(run.time_s, best.time_s), ratio(run.usd, best.usd)
     if isinstance(contract, CheapestSpec):

@@ -1,7 +1,7 @@
-"""Several runs of a scenario on one cluster: one after the other, each on its own part, or in turns by phase.
+"""Arrange several runs of a scenario on one cluster: sequentially, on separate parts, or in turns by phase.
 
-Each run is simulated alone on its devices, with its own seed; its phases are what turns are made of. With turns, the
-reference works after generation, although it may start earlier alone where it has devices of its own.
+Each run is simulated alone on its devices, with its own seed; turns consist of its phases. With turns, the reference
+works after generation, although it may start earlier alone where it has devices of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONE_BY_ONE = "one after the other"
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A way to have several runs on one cluster."""
+    """A way to place several runs on one cluster."""
 
     name: str
     makespan_s: float
@@ -44,11 +44,11 @@ class Arrangement:
     used: float
     """Share of the devices' time in which a function worked on them, whether or not it used them all."""
     kept: float | None = None
-    """Share of the runs that keep the scenario's deadline; None without one in seconds."""
+    """Share of the runs that keep the scenario's deadline; None without a deadline in seconds."""
 
 
 def arrangements(scenario: Scenario, counts: Sequence[int]) -> dict[int, list[Arrangement]]:
-    """For each number of runs all arrangements that fit, `ONE_BY_ONE` first. The cluster must have one kind of devices.
+    """Return, for each number of runs, all arrangements that fit, `ONE_BY_ONE` first.
 
     Raises InputError for a cluster with several kinds of devices.
     """
@@ -61,7 +61,7 @@ def arrangements(scenario: Scenario, counts: Sequence[int]) -> dict[int, list[Ar
 
 
 class _Alone:
-    """Simulates runs of a scenario, each alone on a fleet, and keeps their traces."""
+    """Simulates runs of a scenario, each alone on a fleet, and caches their traces."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -69,7 +69,7 @@ class _Alone:
         self._traces: dict[tuple[str, int], Trace] = {}
 
     def phases(self, fleet: FleetShape, runs: int, group: str | None) -> list[list[PhaseWork]]:
-        """The phases of `runs` runs with different seeds. Raises DoesNotFit."""
+        """Return the phases of `runs` runs with different seeds. Raises DoesNotFit."""
         layout = layout_of(self.scenario, fleet)
         return [list(_phases(self._trace(fleet, seed), layout, group)) for seed in range(runs)]
 
@@ -78,7 +78,7 @@ class _Alone:
         if key not in self._traces:
             entry, contract = PolicyEntry(name="cost_aware"), (WeightedSpec(time_weight=1.0),)
             trace = simulated(ExperimentTask(self.scenario, entry, fleet, contract, seed, True)).trace
-            assert trace is not None  # it was asked for
+            assert trace is not None  # requested by the task
             self._traces[key] = trace
         return self._traces[key]
 
@@ -103,7 +103,8 @@ class _Arranger:
             yield apart
 
     def _parts(self, parts: int, tenants: int) -> Arrangement | None:
-        """The cluster in `parts` equal parts, each with `tenants` runs in turns; None if a run does not fit."""
+        """Divide the cluster into `parts` equal parts, each with `tenants` runs in turns; None if a run does not
+        fit."""
         size = self._devices // parts
         name = f"{parts} parts of {size} devices" if parts > 1 else "all devices"
         name += f", {tenants} runs in turns on each" if tenants > 1 and parts > 1 else ", in turns" * (tenants > 1)
@@ -115,7 +116,7 @@ class _Arranger:
         return self._arrangement(name, ends, runs, parts)
 
     def _apart(self) -> Arrangement | None:
-        """Actors and learners on devices of their own, all runs in turns."""
+        """Separate the devices of actors and learners, with all runs in turns; None if a run does not fit."""
         scenario = self._alone.scenario
         needed = learner_devices_needed(scenario, scenario.cluster.machines[0].kind)
         learner = max(needed, -(-self._devices // 2))
@@ -143,7 +144,8 @@ class _Arranger:
         return Arrangement(name, max(ends), sum(ends) / len(ends), used, kept)
 
     def _kept(self, took_s: Sequence[float]) -> float | None:
-        """Share of runs that keep the deadlines of all their steps together; None without deadlines in seconds."""
+        """Return the share of runs that keep the deadlines of all their steps together; None without deadlines in
+        seconds."""
         scenario = self._alone.scenario
         contract = scenario.contract
         if not isinstance(contract, CheapestContract) or contract.deadline_s is None:
@@ -157,7 +159,8 @@ _COLOCATED = ScenarioPlacementSpec(mode="colocated")
 
 
 def _phases(trace: Trace, layout: ScenarioLayout, group: str | None) -> Iterator[PhaseWork]:
-    """Two phases a step. `group`: the one that all functions share; None: actors and learner have their own."""
+    """Yield two phases per step. `group`: the device group that all functions share; None: actors and learner have
+    their own."""
     actor, learner = layout.actors()[0].slot_setup, layout.learner().slot_setup
     ordered = sorted(trace.invocations, key=attrgetter("step"))
     calls = {step: list(group) for step, group in groupby(ordered, key=attrgetter("step"))}
@@ -170,8 +173,8 @@ def _phases(trace: Trace, layout: ScenarioLayout, group: str | None) -> Iterator
 
 
 def _spent_s(calls: Sequence[Invocation], record: StepRecord) -> tuple[float, float, float]:
-    """Seconds of one step: from the first load of weights to the last token, from then until all samples are scored,
-    and of reference and learner."""
+    """Return seconds of one step: first load of weights to last token, from there until all samples are scored, and of
+    reference and learner."""
     begun_s = min(call.start_s for call in calls if call.work is Work.LOAD_WEIGHTS)
     drawn_s = record.start_s + record.metrics["generation_s"]
     scored_s = max((call.end_s for call in calls if call.work is Work.SCORE), default=drawn_s)
@@ -180,14 +183,14 @@ def _spent_s(calls: Sequence[Invocation], record: StepRecord) -> tuple[float, fl
 
 @dataclass(frozen=True, slots=True)
 class PhaseWork:
-    """A phase: a function's work of one step on its groups."""
+    """A phase: a function's work in one step on its device groups."""
 
     function: str
     groups: frozenset[str]
     """Devices, or groups of them, that it needs together."""
     work_s: float
     before_s: float = 0.0
-    """From the end of the run's phase before: work on no device, such as scoring on CPU cores."""
+    """Work on no device after the end of the run's previous phase, such as scoring on CPU cores."""
     sleep_s: float = 0.0
     wake_s: float = 0.0
 
@@ -207,7 +210,7 @@ class SharedTimeline:
 
 
 def share(runs: Sequence[Sequence[PhaseWork]]) -> SharedTimeline:
-    """Simulates runs of equal priority that all start at once.
+    """Simulate runs of equal priority that all start at once.
 
     Raises ValueError for a run with two phases whose groups overlap and differ: in a live run, functions that share
     devices, directly or through another function, have their turn on all of these devices together.
@@ -230,9 +233,9 @@ class _SharedRuns:
         """By group: the run whose function is awake there, and that function's last phase."""
         self._waiting: set[int] = set()
         self._working: set[str] = set()
-        """Seats with a phase under way."""
+        """Device groups with a phase in progress."""
         self._falling: dict[str, int] = {}
-        """By group whose function falls asleep: its run."""
+        """By group whose function is falling asleep: its run."""
         self._ends_s = [0.0] * len(runs)
         self._busy_s: dict[str, float] = defaultdict(float)
         self._events: list[tuple[float, int, str, int, frozenset[str]]] = []
@@ -259,15 +262,15 @@ class _SharedRuns:
         heapq.heappush(self._events, (at_s, next(self._order), what, run, frozenset(groups)))
 
     def _after(self, run: int, at_s: float) -> None:
-        """A run has ended a phase: it asks for its next turn, or has ended."""
+        """End a phase of a run, which then requests its next turn or has ended."""
         if self._next[run] < len(self._runs[run]):
             self._add(at_s + self._runs[run][self._next[run]].before_s, "ask", run)
         else:
             self._ends_s[run] = at_s
 
     def _go_on(self, at_s: float) -> None:
-        """Starts all phases whose turn it is. A run that holds groups, does not work there, and lets another run wait
-        for them falls asleep."""
+        """Start all phases whose turn it is. A run falls asleep on groups where it does not work and another run
+        waits."""
         for run in sorted(self._waiting):
             phase = self._runs[run][self._next[run]]
             falls_asleep = any(self._falling.get(group) == run for group in phase.groups)
@@ -295,7 +298,7 @@ class _SharedRuns:
         self._add(at_s + change_s + phase.work_s, "end", run, phase.groups)
 
     def _asleep(self, run: int, groups: frozenset[str], at_s: float) -> None:
-        """A run's function has fallen asleep on these groups, and the next run's turn starts there."""
+        """Put a run's function to sleep on these groups, where the next run's turn starts."""
         for group in groups:
             del self._awake[group], self._falling[group]
         self._turns.pass_on(str(run), groups, at_s)

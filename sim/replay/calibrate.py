@@ -1,7 +1,7 @@
-"""Fits the time of each stage to recorded runs. Pure.
+"""Fit the time of each stage to recorded runs. Pure.
 
 The engine is fitted by `rlhfless.scaling.latency.LatencyFit`, to every request of every actor. The other stages are
-lines in the tokens of a call, by medians (Theil, Sen): a few delayed calls do not change them.
+lines in the tokens of a call, fitted by medians (Theil, Sen): a few delayed calls do not change them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlhfless.sim.replay.what_if import model_shape
 from rlhfless.spec.generation import USUAL_SEQUENCES
 
 MOST_PAIRS = 200
-"""Most calls whose pairwise slopes are computed; of more calls, this many, evenly spread."""
+"""Most calls whose pairwise slopes are computed; of more calls, this many are taken, evenly spread."""
 
 FIXED_SHARE = 0.1
-"""Prior: the time of a call of no tokens as a share of a typical call. It is a round trip, and an optimiser step."""
+"""Prior: the time of a call of no tokens, a round trip and an optimiser step, as a share of a typical call."""
 
 
 PRIOR_WEIGHT = 1e-4
@@ -40,7 +40,7 @@ PRIOR_WEIGHT = 1e-4
 
 
 class _WholeTrace(LatencyFit):
-    """All steps have equal weight, because the run is over and no step is outdated.
+    """A fit in which all steps have equal weight, because the run is over and no step is outdated.
 
     As in the simulator, the iterations that prefill a prompt also generate its first token, and all their time is the
     price of the prefill; decoding generates the other tokens.
@@ -54,8 +54,8 @@ class _WholeTrace(LatencyFit):
 
 
 def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None) -> LatencyFile:
-    """The fit to all steps of the traces, or to the steps whose number `keep` accepts. Raises TraceError if there is
-    no such step."""
+    """Fit to all steps of the traces, or to the steps whose number `keep` accepts. Raises TraceError if there are
+    none."""
     keep = keep or (lambda step: step > 0)  # evaluations before the first step have step 0
     steps = [(record, trace) for trace in traces for record in trace.steps if keep(record.step)]
     if not steps:
@@ -105,7 +105,7 @@ class LearningFit:
 
 
 def learning_fit(trace: Trace) -> LearningFit:
-    """The fit to a run that need not have generated anything. Raises TraceError if it has learned nothing."""
+    """Fit to a run that need not have generated anything. Raises TraceError if it has learned nothing."""
     return _learning_fit([(record, trace) for record in trace.steps if record.step > 0], _by_work(trace.invocations))
 
 
@@ -132,14 +132,13 @@ def _learning_fit(
 
 
 def _lines(calls: Sequence[Invocation]) -> dict[str, LineFit]:
-    """By function, in the order in which they are shown."""
     names = in_order(call.function for call in calls)
     lines = {name: _line([call for call in calls if call.function == name]) for name in names}
     return {name: line for name, line in lines.items() if line is not None}
 
 
 def device_kind(trace: Trace) -> str:
-    """The device kind of the generation actors. Raises TraceError if the trace has none."""
+    """Return the device kind of the generation actors. Raises TraceError if the trace has none, or several."""
     kinds = {holding.device_kind for holding in trace.holdings if holding.function == FunctionName.GENERATION}
     if not kinds:
         raise TraceError(f"the trace of {trace.meta.run_id} has no generation; name a run of type rlhf")
@@ -151,7 +150,8 @@ def device_kind(trace: Trace) -> str:
 
 
 def max_sequences(trace: Trace) -> int:
-    """Most sequences that an engine of the run had at once. Raises TraceError if its spec does not say."""
+    """Return the most sequences that an engine of the run had at once. Raises TraceError if its spec lacks the
+    number."""
     try:
         most = trace.meta.spec["generation"]["engine"]["max_sequences"]
         return USUAL_SEQUENCES if most == "auto" else int(most)
@@ -163,10 +163,10 @@ def max_sequences(trace: Trace) -> int:
 
 
 def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
-    """The line whose slope is the median of the slopes between all pairs, with no negative part (Theil 1950, Sen 1968).
+    """Fit a line with the median slope of all pairs of points and no negative part (Theil 1950, Sen 1968).
 
-    Calls of similar sizes say little about the time of a call of no tokens. As far as their scatter leaves it open, it
-    is assumed to be FIXED_SHARE of a typical call, with a standard deviation of the same size (a normal prior).
+    Calls of similar sizes say little about the time of a call of no tokens. The part that their scatter leaves open is
+    assumed to be FIXED_SHARE of a typical call, with a standard deviation of the same size (a normal prior).
     """
     count = len(sizes)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_PAIRS)).astype(int))
@@ -183,14 +183,15 @@ def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
 
 
 def _fixed_error_s(points: Sequence[tuple[float, float]], line: LineFit) -> float:
-    """Standard error of the fixed part of a line (least squares), with the scatter by the median deviation."""
+    """Return the standard error of the fixed part of a line (least squares), with the scatter by the median
+    deviation."""
     sizes = np.array([x for x, _ in points])
-    scatter_s = 1.4826 * median(abs(s - line.at(x)) for x, s in points)  # of a normal distribution
+    scatter_s = 1.4826 * median(abs(s - line.at(x)) for x, s in points)  # for a normal distribution
     return float(scatter_s * np.sqrt(1 / sizes.size + sizes.mean() ** 2 / ((sizes - sizes.mean()) ** 2).sum()))
 
 
 def _prior(trace: Trace) -> EngineModel:
-    """A roofline of the run's model and devices; if they are not known, the measured seconds per token."""
+    """Return a roofline of the run's model and devices; if they are not known, the measured seconds per token."""
     shape, kind = model_shape(trace), device_kind(trace)
     if shape is not None and kind in load_devices():
         return Roofline(shape, device_of(kind))
@@ -212,7 +213,7 @@ def _generation_by_step(
 
 
 def _call_s(traces: Sequence[Trace], calls: Sequence[Invocation]) -> float:
-    """The part of a generation call in which none of its samples ran."""
+    """Return the part of a generation call in which none of its samples ran, in seconds."""
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for trace in traces:
         for row in trace.rollouts:
@@ -226,14 +227,14 @@ def _call_s(traces: Sequence[Trace], calls: Sequence[Invocation]) -> float:
 
 
 def _group_s(traces: Sequence[Trace], calls: Sequence[Invocation]) -> float:
-    """Scoring time of a group; several may be in one call."""
+    """Return the scoring time of a group in seconds; one call may score several."""
     siblings = max((row.sample_index + 1 for trace in traces for row in trace.rollouts), default=1)
     per_group = [call.duration_s * siblings / call.sequences for call in calls if call.sequences]
     return median(per_group) if per_group else 0.0
 
 
 def turns_of(calls: Iterable[Invocation]) -> dict[str, TurnFit]:
-    """By function that slept: the medians of its ledger."""
+    """Return the median sleep and wake times of each function that slept."""
     changes: dict[str, dict[Work, list[Invocation]]] = defaultdict(lambda: defaultdict(list))
     for call in calls:
         if call.work in (Work.SLEEP, Work.WAKE):

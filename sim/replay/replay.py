@@ -1,7 +1,7 @@
-"""Predicted and measured seconds of a recorded run, stage by stage. Pure.
+"""Compare predicted and measured seconds of a recorded run, stage by stage. Pure.
 
 Generation, scoring, reference, learning and weights are simulated with fitted latencies. The driver's own time, in
-which no function works, is the fitted constant; with a policy starts are simulated, without one they are as in the run.
+which no function works, is the fitted constant. With a policy starts are simulated, without one they are as in the run.
 The error is compared with the error of always predicting the mean of the fitted steps.
 """
 
@@ -34,8 +34,7 @@ MOST_SCALED = 4.0
 """A stage whose replay is off by more than this factor has another cause than its scatter."""
 
 PACE, LEAST_SHARE = 1.25, 0.1
-"""A stage with at least this share of a step has changed its pace if its judged seconds are off by more than this
-factor."""
+"""A stage with at least LEAST_SHARE of a step has changed its pace if its judged seconds are off by more than PACE."""
 
 AS_RECORDED = "as recorded"
 """The default policy of a replay."""
@@ -43,19 +42,19 @@ AS_RECORDED = "as recorded"
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """Seconds by stage (of STAGES, by text, and WALL)."""
+    """Seconds by stage (the names of STAGES, and WALL)."""
 
     step: int
     predicted_s: Mapping[str, float]
     measured_s: Mapping[str, float]
     done_again: bool = False
-    """Whether the step was done again after a fault: only its last try was measured, which may have generated
-    nothing."""
+    """Whether the step was repeated after a fault: only its last try, which may have generated nothing, was
+    measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageError:
-    """The error of one stage, over all steps."""
+    """The error of one stage over all steps."""
 
     stage: str
     measured_s: float
@@ -68,14 +67,14 @@ class StageError:
 
     @property
     def skill(self) -> float | None:
-        """1 - error / error_of_mean: 1 is perfect, 0 as good as the mean, less is worse. None if the mean is
+        """1 - error / error_of_mean: 1 is perfect, 0 as good as the mean, below 0 worse. None if the mean is
         perfect."""
         return 1 - self.error / self.error_of_mean if self.error_of_mean else None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Prompt tokens that a function computed in all steps, divided by the tokens when each shared prefix is counted
+    """Prompt tokens that a function computed in all steps, divided by the tokens with each shared prefix counted
     once."""
 
     function: str
@@ -85,7 +84,7 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A recorded run, simulated again."""
+    """The simulated replay of a recorded run."""
 
     run_id: str
     policy: str
@@ -93,25 +92,25 @@ class Replay:
     fitted_to: str
     steps: tuple[ReplayedStep, ...]
     predicted_usd: float
-    """Cost of the steps, by the run's own price book; time in which nothing is simulated costs as much as the rest."""
+    """Cost of the steps, by the run's own price book; unsimulated time costs as much per second as the rest."""
     measured_usd: float
     mean_s: Mapping[str, float]
     """Mean seconds of the fitted steps, by stage."""
     prompt_tokens: tuple[PromptTokens, ...] = ()
-    """By function; none if the trace does not say."""
+    """By function; empty if the trace does not have them."""
     kv_tokens: int | None = None
-    """Tokens of an actor's KV memory, by its engine's own report; None: not in the trace, and assumed to suffice."""
+    """Tokens of an actor's KV memory, as its engine reported; None: not in the trace, and assumed to suffice."""
     extrapolated_to: str = ""
     """The devices that the replay has and the run did not; empty for the run's own."""
     plans: tuple[tuple[int, str, str], ...] = ()
-    """The steps that a policy planned in the run and in the replay, with both choices."""
+    """The steps that a policy planned in both the run and the replay, with both choices."""
     divided: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """By judged step: the response tokens that each actor generated in the replay, the most first."""
 
     @property
     def errors(self) -> list[StageError]:
-        """By stage; stages that the run did not have are left out, and so are steps that were done again, unless all
-        were."""
+        """Errors by stage, without stages that the run did not have, and without repeated steps unless all were
+        repeated."""
         steps = [step for step in self.steps if not step.done_again] or self.steps
         return [
             self._error(stage, [step for step in steps if step.measured_s[stage] > 0])
@@ -121,7 +120,7 @@ class Replay:
 
     @property
     def changed_pace(self) -> str:
-        """A sentence if the judged steps took much longer or shorter than the fit to the other steps says; else
+        """A message if the judged steps took much longer or shorter than the fit to the other steps predicts; otherwise
         empty."""
         if self.policy != AS_RECORDED or self.extrapolated_to:
             return ""
@@ -138,7 +137,7 @@ class Replay:
         )
 
     def report(self) -> dict[str, Any]:
-        """All figures as JSON values."""
+        """Return all figures as JSON values."""
         errors = [{**asdict(error), "skill": error.skill} for error in self.errors]
         return {**asdict(self), "errors": errors}
 
@@ -161,12 +160,13 @@ def replay(
     policy: tuple[str, Policy] | None = None,
     other: OtherDevices = AS_IT_WAS,
 ) -> Replay:
-    """Simulates the steps of a trace again; `drawn` are their batches (`read_runtime`).
+    """Simulate the steps of a trace again; `drawn` are their batches (`read_runtime`).
 
-    Without `latency` it is fitted to the first half of the steps, and the second half is judged; all are simulated, so
-    that a policy knows what it knew in the run. Without `policy` samples go to the actors that generated them. A fit to
-    another kind of device than the one asked for is extrapolated. Raises TraceError for a trace without whole steps,
-    and for another number of actors without a policy.
+    Without `latency`, latencies are fitted to the first half of the steps and the second half is judged. All steps are
+    simulated, so that a policy knows what it knew in the run. Without `policy`, samples go to the actors that generated
+    them. A fit to another kind of device than the requested one is extrapolated.
+
+    Raises TraceError for a trace without whole steps, and for another number of actors without a policy.
     """
     batches = {batch.step: batch for batch in drawn}
     records = [record for record in trace.steps if record.step in batches]
@@ -232,9 +232,12 @@ def replay(
 def fitted(
     traces: Sequence[Trace], drawn: Sequence[Sequence[RolloutBatch]], keep: Callable[[int], bool] | None = None
 ) -> LatencyFile:
-    """The fit to the traces (see `calibrate`), scaled so that a replay of the fitted steps takes as long as they took,
-    in each stage and in all: the medians that it is made of do not keep means. A difference that the scatter of the
-    steps explains stays. `drawn` are the batches of each trace."""
+    """Fit latencies to the traces (see `calibrate`), scaled to reproduce the mean time of the fitted steps in each
+    stage and in total.
+
+    The scaling is needed because the fit uses medians, which do not keep means. Differences that the scatter of the
+    steps explains remain. `drawn` are the batches of each trace.
+    """
     latency = calibrate(traces, keep)
 
     def replayed(latency: LatencyFile) -> list[ReplayedStep]:
@@ -251,7 +254,7 @@ def fitted(
 
 
 def _biased(steps: Sequence[ReplayedStep], stage: str) -> float:
-    """Measured by predicted seconds of a stage, over all steps; 1 where their scatter explains what is between."""
+    """Return measured / predicted seconds of a stage over all steps; 1 if scatter explains the difference."""
     pairs = [(step.predicted_s[stage], step.measured_s[stage]) for step in steps]
     pairs = [pair for pair in pairs if min(pair) > 0]
     if _may_be_chance([math.log(measured / predicted) for predicted, measured in pairs]):
@@ -261,7 +264,7 @@ def _biased(steps: Sequence[ReplayedStep], stage: str) -> float:
 
 
 def _may_be_chance(values: Sequence[float]) -> bool:
-    """Whether the mean of independent values may well be 0: it is within its 95 % interval."""
+    """Return whether 0 lies in the 95 % interval of the mean of independent values."""
     if len(values) < LEAST_VALUES:
         return True
     interval = mean_interval(values)
@@ -269,7 +272,7 @@ def _may_be_chance(values: Sequence[float]) -> bool:
 
 
 def one_after_another(simulated: Trace) -> Iterator[StepRecord]:
-    """Steps as the trace of a run has them: each counts from the end of the one before, also if its samples were
+    """Yield steps as a run's trace has them: each starts at the end of the previous step, even if its samples were
     generated earlier."""
     ended_s = -math.inf
     for step in simulated.steps:
@@ -278,14 +281,13 @@ def one_after_another(simulated: Trace) -> Iterator[StepRecord]:
 
 
 def _plans(trace: Trace, simulated: Trace) -> Iterator[tuple[int, str, str]]:
-    """The last plan of each step: a step that was done again has several."""
+    """Yield the last plan of each step; a repeated step has several."""
     ran, again = ({row.step: row.choice for row in each.decisions if row.kind == "plan"} for each in (trace, simulated))
     for step in ran.keys() & again.keys():
         yield step, ran[step], again[step]
 
 
 def _divided(simulated: Trace, steps: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """See Replay.divided."""
     tokens: dict[int, dict[str, int]] = {step: defaultdict(int) for step in steps}
     for call in simulated.invocations:
         if call.work is Work.GENERATE and call.step in tokens:
@@ -316,18 +318,21 @@ def _predicted_s(
     cores: float | None,
     overhead_s: float,
 ) -> dict[str, float]:
-    """Predicted seconds of a step by stage. `overhead_s`: seconds without a working function, not simulated."""
+    """Return the predicted seconds of a step by stage.
+
+    `overhead_s`: seconds in which no function works; they are not simulated.
+    """
     # Columns are predicted from their lines, below; what computes them may learn, too.
     others = [call for call in simulated.invocations if call.work is not Work.LOGPROBS or not latency.columns]
     times = step_times(record, simulated.invocations)
     phases_s = step_times(record, others).phases_s
     seconds = {str(stage): phases_s[stage] for stage in STAGES}
     late_s = latency.call_s
-    if cores is not None:  # simulated engines have a core each; the machine may have fewer, with the helpers
+    if cores is not None:  # each simulated engine has a core; the machine may have fewer, shared with the helpers
         alone_s = drawn_s(record.step, simulated.invocations)
         late_s += shared_s(alone_s, latency.helper_cores, cores) - max(alone_s)
     seconds[Phase.GENERATION] += late_s
-    # The simulator joins calls that follow each other closely; the recorded ones have pauses between them.
+    # The simulator joins calls that follow each other closely; recorded calls have pauses between them.
     seconds[Phase.SCORING] = latency.group_s * batch.groups
     fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
     for name, line in latency.columns.items():
@@ -338,7 +343,7 @@ def _predicted_s(
 
 
 def _usd(trace: Trace, records: Sequence[StepRecord], prices: PriceBook) -> float:
-    """The cost of the holdings during these steps."""
+    """Return the cost of the holdings during these steps."""
     spans = union((record.start_s, record.end_s) for record in records)
     return prices.cost_usd(
         replace(holding, start_s=low, end_s=high)

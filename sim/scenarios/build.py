@@ -1,7 +1,7 @@
-"""From a scenario to the inputs of the simulator: price book, slots and workload.
+"""Build the inputs of the simulator from a scenario: price book, slots and workload.
 
 Co-located, actor i has the devices i x tp ... of its node, and the learner all devices of the first kind; they take
-turns. Disaggregated, the learner side has the last devices of the first kind. Scoring runs on a CPU core of its own.
+turns. Disaggregated, the learner side has the last devices of the first kind. Scoring runs on CPU cores of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlhfless.spec.learner import evaluated_share
 
 
 def price_book(scenario: Scenario) -> PriceBook:
-    """The prices of the scenario's cluster. Raises InputError or PriceError for a kind without a price."""
+    """Return the prices of the scenario's cluster. Raises InputError or PriceError for a kind without a price."""
     book = load_price_book(scenario.cluster.prices)
     tenures = {machines.kind: machines for machines in scenario.cluster.machines}
     own = [sheet for kind in tenures if kind not in book.kinds and (sheet := scenario.cluster.sheet(kind)).price]
@@ -49,8 +49,8 @@ def price_book(scenario: Scenario) -> PriceBook:
 
 
 class ScenarioLayout:
-    """Slots of one placement. The learner's side is on the first machines and generation on the last ones, of which it
-    has the first `devices` devices, by default all.
+    """Slots of one placement. The learner's side is on the first machines, generation on the first `devices` devices of
+    the last machines, by default all.
 
     Raises InputError if the learner or an actor does not fit.
     """
@@ -84,7 +84,7 @@ class ScenarioLayout:
             raise timing.DoesNotFit(scenario.name, [Problem("placement", what, hint)])
 
     def actors(self) -> tuple[ActorShape, ...]:
-        """Slots for generation."""
+        """Return the slots for generation."""
         machines, devices = self._generation
         if self._placement.mode == "disaggregated":
             devices = devices.without(self.learner_side)
@@ -135,7 +135,7 @@ class ScenarioLayout:
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
-        """The slots of scoring, and of the reference and the critic if there are any."""
+        """Return the slots of scoring, and of the reference and the critic if there are any."""
         scoring = self._scenario.scoring
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
         up_s = timing.start_s(self._scenario, self._measured, FunctionName.SCORING, scoring.start_s)
@@ -168,18 +168,21 @@ class ScenarioLayout:
         )
 
     def _side(self, count: int | None) -> tuple[Device, ...]:
-        """The last devices of the learner's side; all of them where `count` is left out."""
+        """Return the last `count` devices of the learner's side; None: all of them."""
         return tuple(self.learner_side[-(count or len(self.learner_side)) :])
 
     def _slot(self, function: str, node: str, side: tuple[Device, ...]) -> SlotSetup:
-        """The slot of a function of the learner's side, whose state moves to host memory and back."""
+        """Return the slot of a function on the learner's side, whose state moves to host memory and back."""
         scenario, kind = self._scenario, side[0].kind
         up_s = timing.start_s(scenario, self._measured, function, start_s(scenario.model.shape))
         turns = timing.turns_of(scenario, self._measured, function, kind, len(side))
         return SlotSetup(Allocation.of(side), node, up_s, turns.sleep_s, turns.wake_s)
 
     def transport(self, *, fixed: bool) -> Transport:
-        """The way of the weights. `fixed`: no actor is ever released. Raises ValueError for a broadcast to others."""
+        """Return the transport of the weights. `fixed`: no actor is ever released.
+
+        Raises ValueError for a broadcast to actors that may be released.
+        """
         spec, measured = self._scenario.transport, self._measured
         size = self._scenario.model.shape.total_bytes
         if measured is not None:
@@ -194,7 +197,7 @@ class ScenarioLayout:
 
 
 def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bool = False) -> Setup:
-    """The setup of the simulator, without a policy. `reserved`: all devices are kept for the whole run.
+    """Return the setup of the simulator, without a policy. `reserved`: all devices are kept for the whole run.
 
     Raises InputError for a schedule that the placement forbids.
     """
@@ -223,7 +226,7 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
 
 
 def prefix_use(scenario: Scenario) -> PrefixUse:
-    """How the scenario's run computes shared prefixes."""
+    """Return how the scenario's run computes shared prefixes."""
     if scenario.prefixes is None or scenario.prefixes.sharing == "engine":
         return PrefixUse()
     forward = None
@@ -235,7 +238,7 @@ def prefix_use(scenario: Scenario) -> PrefixUse:
 
 
 def lease_terms(scenario: Scenario, layout: ScenarioLayout) -> RentalTerms:
-    """The terms of the layout's devices."""
+    """Return the terms of the layout's devices."""
     book = price_book(scenario)
     billings = [book.device(machines.kind).billing for machines in layout.machines]
     return RentalTerms.of(billings, scenario.cluster.reacquire_s)
@@ -260,7 +263,7 @@ def _priced(device: DevicePrice, machines: MachinesSpec, scenario: Scenario) -> 
 
 
 def _spot_mean_s(scenario: Scenario, machines: MachinesSpec) -> float:
-    """Mean life of an actor: each of its devices is taken away at the book's rate."""
+    """Return the mean life of an actor in seconds: each of its devices is interrupted at the book's rate."""
     if machines.tenure != "spot":
         return math.inf
     spot = load_price_book(scenario.cluster.prices).device(machines.kind).spot

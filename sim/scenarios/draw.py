@@ -1,4 +1,4 @@
-"""The batches of a scenario's run, and the generator of synthetic ones."""
+"""The batches of a scenario's run, and the generator of synthetic batches."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ from rlhfless.spec.errors import InputError, Problem
 
 
 def batches(scenario: Scenario, seed: int) -> list[RolloutBatch]:
-    """The batches of all steps. Raises InputError if there are too few; WorkloadError, TraceError for a bad file."""
+    """Return the batches of all steps. Raises InputError if there are too few; WorkloadError, TraceError for a bad
+    file."""
     drawn = _drawn(scenario, seed)
     levels = () if scenario.prefixes is None else scenario.prefixes.levels
     return [behind_prefixes(batch, levels) for batch in drawn] if levels else drawn
 
 
 def behind_prefixes(batch: RolloutBatch, levels: Sequence[PrefixLevel]) -> RolloutBatch:
-    """The batch with prefixes before its prompts. A prompt's number is the one at the end of its name, so that it has
-    the same prefix in each epoch; prompts without one are numbered in turn."""
+    """Return the batch with prefixes before its prompts.
+
+    The number at the end of a prompt's name is its number, so that it has the same prefix in each epoch; prompts
+    without a number get their position.
+    """
     numbers = [_number(name, turn) for turn, name in enumerate(batch.prompt_ids)]
     known: dict[tuple[int, ...], int] = {}
     tokens: list[int] = []
@@ -87,7 +91,7 @@ def _drawn(scenario: Scenario, seed: int) -> list[RolloutBatch]:
 
 
 def synthetic(scenario: Scenario, workload: LognormalWorkload | BimodalWorkload, seed: int) -> SyntheticWorkload:
-    """The generator of a synthetic workload. Raises InputError if an epoch is smaller than a step."""
+    """Return the generator of a synthetic workload. Raises InputError if an epoch is smaller than a step."""
     try:
         return SyntheticWorkload(
             _shape(workload),

@@ -1,4 +1,4 @@
-"""From a scenario file to a `Scenario`, with every problem reported at once.
+"""Load a `Scenario` from a file, reporting every problem at once.
 
 Paths in a file are relative to the file's folder, so that a scenario works from anywhere.
 """
@@ -30,7 +30,7 @@ _PATHS = (
 
 
 def load_scenario(path: str | os.PathLike[str]) -> Scenario:
-    """Reads a YAML or JSON file. Raises InputError with all problems: field, line, value, and the hint."""
+    """Read a YAML or JSON file. Raises InputError with all problems: field, line, value, and the hint."""
     path = Path(path)
     try:
         parsed = document.parse(_read(path))
@@ -51,7 +51,7 @@ def load_scenario(path: str | os.PathLike[str]) -> Scenario:
 
 
 def resolved_yaml(scenario: Scenario) -> str:
-    """The whole scenario with every default filled in. `load_scenario` reads it back as an equal one."""
+    """Return the whole scenario with every default filled in. `load_scenario` reads it back as an equal one."""
     return document.dump(scenario.model_dump(mode="json"))
 
 
@@ -67,7 +67,7 @@ def _read(path: Path) -> str:
 
 
 def _resolve(data: Any, keys: Sequence[str], base: Path) -> None:
-    """Makes a path in the data absolute, in place. Values of a wrong type are left to validation."""
+    """Make a path in the data absolute, in place. Values of a wrong type are left to validation."""
     *sections, key = keys
     for section in sections:
         data = data.get(section) if isinstance(data, dict) else None
@@ -76,7 +76,7 @@ def _resolve(data: Any, keys: Sequence[str], base: Path) -> None:
 
 
 def with_recorded_keys(data: dict[str, Any]) -> dict[str, Any]:
-    """The scenario's values, with those of its trace for keys that it leaves out. Raises TraceError, WorkloadError."""
+    """Fill keys that a scenario leaves out with those of its trace. Raises TraceError, WorkloadError."""
     workload = data.get("workload")
     if (
         not isinstance(workload, dict)
@@ -90,7 +90,7 @@ def with_recorded_keys(data: dict[str, Any]) -> dict[str, Any]:
         raise TraceError(f"{folder} has no step with rollouts; name the trace of a run that has some")
     first = drawn[0]
     generation, engine = spec.get("generation", {}), spec.get("generation", {}).get("engine", {})
-    # A spec that no devices have settled leaves keys at `auto`: the scenario has its own defaults for these.
+    # A spec without resolved devices leaves keys at `auto`: the scenario has its own defaults for these.
     learner = spec.get("learner") or {}
     engine, learner = ({key: value for key, value in of.items() if value != "auto"} for of in (engine, learner))
     longest = max(int(batch.response_tokens.max()) for batch in drawn)
