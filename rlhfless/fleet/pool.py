@@ -1,9 +1,9 @@
-"""The elastic pool of one function: N >= 0 replicas that come and go in the background, within bounds.
+"""The elastic pool of one function: N >= 0 replicas that join and leave in the background, within bounds.
 
-A step waits for a start only if it needs the replica (`ready`), or if nothing else is left to draw. A replica that
-is up is *opened* before it serves: the function decides what that takes (`opens`), such as the load of the step's
-weights. A replica that leaves gets no more work, hands back the work it has, and is then stopped. A static fleet is a
-pool that is never asked to change.
+A step waits for a start only if it needs the replica (`ready`), or if no other samples are left to generate. A replica
+that is up must be *opened* before it serves; each function defines how (`opens`), such as by loading the step's
+weights. A leaving replica gets no new work, hands back the work it has, and is then stopped. A static fleet is a pool
+that never changes.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from rlhfless.util.tasks import gather_or_cancel
 log = logging.getLogger(__name__)
 
 RECOVERABLE = (ReplicaLost, CallTimeout, FleetError)
-"""Faults of a machine or a process. Wrong weights, bad rewards and full disks are not mended by trying again."""
+"""Faults of a machine or a process. A retry cannot fix wrong weights, bad rewards or full disks."""
 
 Opens = Callable[[Replica, Call], Awaitable[None]]
 Turn = Callable[[Call], AbstractAsyncContextManager[None]]
 
 
 class Listener(Protocol):
-    """Work in progress on a pool, which is notified of replicas that come and go."""
+    """Work in progress on a pool that is notified when replicas join and leave."""
 
     @property
     def over(self) -> bool: ...
 
     def joined(self, slot: int) -> None:
-        """A replica serves at a slot."""
+        """Handle a replica that now serves at a slot."""
 
     def missed(self, slot: int) -> None:
-        """No replica will come to a slot."""
+        """Handle a slot whose expected replica failed to start."""
 
     async def drain(self, replica: Replica) -> None:
-        """Make a replica hand back the work it has; returns when it has done so."""
+        """Make a replica hand back its work, and wait until it has."""
 
 
 class ReplicaPool(Replicas):
-    """A slot is the number of an allocation; it has at most one replica at a time."""
+    """The replicas of one function. A slot is the index of an allocation, and has at most one replica at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.opens: Opens = self._open_own
-        """Makes a replica that is up ready to serve."""
+        """Opens a replica that is up, so that it serves."""
         self.wakes: Opens = self._wake_own
-        """Makes a sleeping replica ready to serve."""
+        """Wakes and opens a sleeping replica, so that it serves."""
         self.tier: Callable[[], SleepTier] = lambda: SleepTier.HOST
-        """The tier in which its replicas sleep between two turns."""
+        """The tier in which its replicas sleep between turns."""
         self.turn: Turn = lambda _: contextlib.nullcontext()
-        """`async with pool.turn(call)`: within the block this function has the memory of its devices
-        (rlhfless.fleet.turns). By default it always has."""
+        """`async with pool.turn(call)`: within the block, this function owns the memory of its devices
+        (rlhfless.fleet.turns). By default it always does."""
         self.fatal: BaseException | None = None
-        """A fault that ended a background start and that no other start can correct, such as wrong weights."""
+        """A fault of a background start that a retry cannot fix, such as wrong weights."""
         self._listeners: list[Listener] = []
         self._closed = False
         self._starts: dict[int, asyncio.Task[Replica]] = {}
@@ -73,49 +73,49 @@ class ReplicaPool(Replicas):
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._next: dict[int, Call] = {}
-        """Slots that get a new replica as soon as the replica that is leaving them has stopped."""
+        """Slots that get a new replica as soon as their leaving replica has stopped."""
 
     @property
     def bounds(self) -> Bounds:
         return self._blueprint.bounds
 
     def watch(self, listener: Listener) -> None:
-        """Notify a listener of replicas that come and go, until it is `over`."""
+        """Notify a listener of replicas that join and leave, until it is `over`."""
         self._listeners = [known for known in self._listeners if not known.over] + [listener]
 
     def state(self, slot: int) -> ReplicaState | None:
-        """Return the state of the replica at a slot; None if there is none, or only one that is leaving: another
-        replica can be requested then."""
+        """Return the state of the replica at a slot; None if there is none, or if it is leaving, so that a new one may
+        be requested."""
         replica = self.at(slot)
         if replica is not None and replica.state is not ReplicaState.DRAINING:
-            # It will serve when its turn comes: until then it is up, and has no weights to be trusted.
+            # A sleeping replica serves when its turn comes; until then its weights count as stale.
             return ReplicaState.STALE if replica.state is ReplicaState.SLEEPING else replica.state
         return ReplicaState.STARTING if slot in self._starts or slot in self._next else None
 
     def expects(self, slot: int) -> bool:
-        """Return whether a replica serves, or is going to serve, at a slot."""
+        """Return whether a replica serves or will serve at a slot."""
         return self.state(slot) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
 
     @property
     def expected(self) -> int:
-        """The number of replicas that serve or are going to."""
+        """Number of replicas that serve or will serve."""
         return sum(self.expects(slot) for slot in range(len(self.allocations)))
 
     def up(self) -> tuple[Replica, ...]:
-        """Return replicas that can load weights: up, and not being opened."""
+        """Return the replicas that are up and awake, and are not being opened: those that can load weights."""
         alive = (ReplicaState.STALE, ReplicaState.SERVING)
         return tuple(r for r in self.replicas() if r.state in alive and r.name not in self._opening)
 
     def settled(self) -> tuple[Replica, ...]:
-        """Return replicas that are up, asleep or awake."""
+        """Return the replicas that are up, awake or asleep, and are not being opened."""
         asleep = tuple(r for r in self.replicas() if r.state is ReplicaState.SLEEPING)
         return self.up() + asleep
 
-    # -- replicas that come
+    # -- replicas that join
 
     async def ready(self, call: Call) -> Replica:
-        """Return the first replica; start it if there is none (a cold start in the ledger). A planned start is
-        cancelled, and a release in progress is waited for. Raises what the start raised."""
+        """Return the replica of the first slot once it serves; start it if there is none. Starts it now rather than at
+        a planned time, and waits for a release in progress. Raises the error of the start."""
         while True:
             self._call_off_timer(0)
             replica = self.at(0)
@@ -145,8 +145,7 @@ class ReplicaPool(Replicas):
             start.result()
 
     async def fill(self, count: int) -> None:
-        """Start replicas at the first free slots until there are `count`, in parallel. They are up then, but not
-        opened."""
+        """Start replicas at the first free slots until there are `count`, in parallel, without opening them."""
         slots = self._free()[: max(count - len(self.replicas()), 0)]
         async with self._reserved(slots), self.turn(self._call):
             await gather_or_cancel(*map(self.start_one, slots))
@@ -159,7 +158,7 @@ class ReplicaPool(Replicas):
         return [slot for slot in range(len(self.allocations)) if self.at(slot) is None]
 
     async def add(self, call: Call, slot: int | None = None) -> Replica:
-        """Start one more replica, at `slot` or at the first free slot; return when it serves."""
+        """Start one more replica at `slot`, or at the first free slot, and wait until it serves."""
         slot = next(iter(self._free()), 0) if slot is None else slot
         async with self._reserved([slot]), self.turn(call):
             return await self._add(call, slot)
@@ -186,8 +185,8 @@ class ReplicaPool(Replicas):
             listener.missed(slot)
 
     def start(self, slot: int, call: Call, at_s: float | None = None) -> None:
-        """Start a replica at a slot in the background, not before `at_s` (unix time) and not before the replica that is
-        leaving the slot has stopped. Called again without `at_s`, a planned start begins at once."""
+        """Start a replica at a slot in the background, not before `at_s` (unix time), nor before a replica leaving the
+        slot has stopped. Replaces a planned start of the slot; without `at_s` it starts now."""
         self._call_off_timer(slot)
         wait_s = 0.0 if at_s is None else at_s - time.time()
         if wait_s > 0:
@@ -216,7 +215,7 @@ class ReplicaPool(Replicas):
             self.start(slot, call)
 
     async def wait_any_up(self) -> None:
-        """Wait for the first start if no replica is up. Raises the fault of the last start if none is left."""
+        """Wait until a replica is up or no start is left. Raises the last start's error if all have failed."""
         while self._starts and not self.up():
             done, _ = await asyncio.wait(self._starts.values(), return_when=asyncio.FIRST_COMPLETED)
             failures = [task.exception() for task in done if not task.cancelled()]
@@ -224,16 +223,16 @@ class ReplicaPool(Replicas):
                 raise failures[-1]
 
     async def _open_own(self, replica: Replica, call: Call) -> None:
-        """Open a replica of a function that loads no published weights (scoring, reference, the learner)."""
+        """Open a replica of a function that loads no published weights (scoring, reference, learner)."""
         version = WeightVersion(call.run_id, call.attempt, 0, "own")
         replica.ask(version)
         replica.mark_loaded(version)
 
-    # -- replicas that sleep and wake, as Turns asks
+    # -- sleep and wake, called by Turns
 
     async def fall_asleep(self, call: Call) -> None:
-        """Put all replicas to sleep. Replicas that fail to offload are killed: they may hold memory that the next
-        function needs, and can be replaced."""
+        """Put all replicas to sleep. Replicas that fail to offload are killed, because they may hold memory that the
+        next function needs."""
 
         async def put_to_sleep(replica: Replica) -> None:
             try:
@@ -241,13 +240,13 @@ class ReplicaPool(Replicas):
             except Exception as fault:
                 log.warning("%s did not offload; killing it: %s", replica.name, fault)
                 replica.give_up(str(fault))
-                replica.lost = True  # a replica that drains counts as leaving, and this one was needed
+                replica.lost = True  # it was DRAINING, which counts as leaving, but it was still needed
                 await self._call_off(replica)
 
         await gather_or_cancel(*(put_to_sleep(replica) for replica in self.replicas()))
 
     async def wake_up(self, call: Call) -> None:
-        """Wake all sleeping replicas. A replica that is lost meanwhile is found by the next call."""
+        """Wake all sleeping replicas. The loss of a replica is only logged; the next call to it detects it."""
 
         async def wake(replica: Replica) -> None:
             try:
@@ -266,13 +265,12 @@ class ReplicaPool(Replicas):
     # -- replicas that leave
 
     async def remove(self, replica: Replica) -> None:
-        """Drain and stop a replica; during a step its samples continue on other actors. Raises the fault that prevented
-        it."""
+        """Drain and stop a replica; during a step, its samples migrate. Raises the fault that prevented it."""
         await self._leave(replica)
 
     def release(self, slot: int) -> bool:
-        """Return a slot's devices in the background; a start there is cancelled. Return False, and do nothing, if there
-        are no more than `bounds.fewest` replicas."""
+        """Release a slot's devices in the background, and cancel a start there. Return False, and do nothing, if the
+        pool has no more than `bounds.fewest` replicas."""
         if self.expected <= self.bounds.fewest:
             return False
         self._call_off_timer(slot)
@@ -286,9 +284,8 @@ class ReplicaPool(Replicas):
         return True
 
     def leave_nodes(self, nodes: frozenset[str], call: Call) -> None:
-        """Make replicas leave these nodes: actors migrate their samples and return their devices; helpers leave between
-        two calls. `bounds.fewest` of them start again elsewhere. The learner keeps the state of the run
-        (`must_move`)."""
+        """Make replicas leave these nodes: actors migrate their samples, helpers leave between calls. Replicas needed
+        for `bounds.fewest` restart elsewhere. The learner has the state of the run, and stays (see `must_move`)."""
         self._leaving_nodes = nodes
         role = self.kind.role
         if not nodes or role is FunctionRole.UPDATES or self._closed:
@@ -303,7 +300,7 @@ class ReplicaPool(Replicas):
 
     @property
     def must_move(self) -> bool:
-        """Whether a replica is on a node that leaves the cluster."""
+        """Whether a replica is on a node that is leaving the cluster."""
         return any(self._is_on(replica, self._leaving_nodes) for replica in self.settled())
 
     def _is_on(self, replica: Replica, nodes: frozenset[str]) -> bool:
@@ -311,7 +308,7 @@ class ReplicaPool(Replicas):
         return bound is not None and any(device.node in nodes for device in bound.devices)
 
     def _leave(self, replica: Replica) -> asyncio.Task[None]:
-        """Drain and stop a replica in the background. It gets no more work."""
+        """Drain and stop a replica in the background."""
         slot = self.slot_of(replica)
         replica.drain()
         if slot not in self._leaving:

@@ -1,4 +1,4 @@
-"""One replica from the driver's side: its life cycle, its address, and bounded calls that go into the ledger."""
+"""The driver's view of a replica: its life cycle, its handle, and calls with timeouts that the ledger records."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Recorder(Protocol):
 
 
 class ReplicaLost(RuntimeError):
-    """A replica died, or came back as another incarnation: what it held is gone."""
+    """A replica died or restarted as another incarnation, and has lost its state."""
 
 
 class CallTimeout(RuntimeError):
-    """A call did not return in time. The message says what was waited for, on which replica, and for how long."""
+    """A call did not return in time. The message names the awaited result, the replica and the timeout."""
 
 
 class Replica:
-    """One incarnation of a function, from deployment to retirement."""
+    """One incarnation of a function's replica, from deployment to retirement."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Replica:
         self.allocation = allocation
         self.info: ReplicaInfo | None = None
         self.lost = False
-        """The replica was given up while it was still needed."""
+        """Whether the replica was given up while it was still needed."""
         self._recorder = recorder
         self._clock = clock
         self._launched_s = clock()
         self._start_s: float | None = None
-        """From the launch until the replica was up; None for one that an earlier driver started."""
+        """Seconds from launch until the replica was up; None if an earlier driver started it, or once recorded."""
         self._waits = False
         self._working = 0
         self._transport: Transport | None = None
@@ -94,22 +94,22 @@ class Replica:
 
     @property
     def working(self) -> bool:
-        """Whether a call that goes into the ledger is in progress."""
+        """Whether a call that the ledger records is in progress."""
         return self._working > 0
 
     @property
     def learned_step(self) -> int:
-        """The step up to which a learner has learned, as it last reported."""
+        """The last step that a learner has learned, as it last reported."""
         return 0 if self.info is None else self.info.step
 
     @property
     def since_s(self) -> float:
-        """Unix time at which it entered its present state."""
+        """Unix time at which it entered its current state."""
         return self._launched_s if self._life is None else self._life.since_s
 
     @property
     def served(self) -> str | None:
-        """Label of the weights that it serves, or None."""
+        """Label of the weights that it serves; None if it serves none."""
         asked = None if self._life is None or self.state is not ReplicaState.SERVING else self._life.asked
         return None if asked is None else asked.label
 
@@ -125,23 +125,23 @@ class Replica:
             held_s[device.kind] = held_s.get(device.kind, 0.0) + lasted_s * share
         return held_s
 
-    # -- life cycle: every change of state closes holdings, which go into the ledger
+    # -- life cycle: every change of state closes holdings, which the ledger records
 
     def mark_waiting(self) -> None:
-        """Start the wait for devices: STARTING, and nothing is billed yet."""
+        """Start the wait for devices. The state is STARTING, and nothing is billed yet."""
         self._waits = True
 
     def mark_devices_acquired(self) -> None:
-        """End the wait for devices, which are billed from here on."""
+        """End the wait for devices. They are billed from here on."""
         self._waits, self._launched_s = False, self._clock()
 
     def check_kept(self) -> None:
-        """Raises ReplicaLost if the replica was given up, such as when its devices were lost during its start."""
+        """Raise ReplicaLost if the replica was given up, such as when its devices were lost during its start."""
         if self._given_up.done():
             raise ReplicaLost(self._given_up.result())
 
     def mark_up(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
-        """STARTING -> STALE. The incarnation is known from here on."""
+        """STARTING -> STALE. The incarnation is known from then on."""
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), self._launched_s)
         now_s = self._clock()
@@ -149,7 +149,7 @@ class Replica:
         self._record(self._life.started(now_s))
 
     def record_start(self, call: Call) -> bool:
-        """Record the seconds of each phase of an engine's start, once; False if it was recorded, or is unknown."""
+        """Record the seconds of each phase of an engine's start, once; return False if recorded before, or unknown."""
         if self._start_s is None or self.info is None:
             return False
         engine = self.info.start_seconds
@@ -162,7 +162,7 @@ class Replica:
         return True
 
     def record_transport(self, call: Call, transport: Transport | None) -> None:
-        """Record the transport of its weights if it has changed. None records nothing."""
+        """Record the transport of its weights, if it has changed and is not None."""
         if transport in (None, self._transport):
             return
         self._transport = transport
@@ -170,13 +170,13 @@ class Replica:
         self._recorder.add_decision(Decision(call.step, self._clock(), TRANSPORT, self.name, {"transport": transport}))
 
     def mark_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
-        """Adopt a replica of an earlier driver: it joins as STALE, and is billed from here on."""
+        """Adopt a replica of an earlier driver as STALE; it is billed from here on."""
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), self._clock(), ReplicaState.STALE)
         self._record(())
 
     def ask(self, version: WeightVersion) -> None:
-        """Ask for a version: the replica is STALE unless that version is loaded."""
+        """Request a version of the weights: the replica becomes STALE unless that version is loaded."""
         self._record(self._alive.ask(version, self._clock()))
 
     def mark_loaded(self, version: WeightVersion) -> None:
@@ -184,13 +184,13 @@ class Replica:
         self._record(self._alive.loaded(version, self._clock()))
 
     def drain(self) -> None:
-        """No new work from here on. Idempotent."""
+        """Take no new work from here on. Idempotent."""
         if self.state in (ReplicaState.STALE, ReplicaState.SERVING):
             self._record(self._alive.drain(self._clock()))
 
     async def sleep(self, call: Call, tier: SleepTier, timeout_s: float) -> None:
-        """SERVING or STALE -> SLEEPING: its devices' memory is free then. No call may be in progress. Idempotent.
-        Raises as `call` does."""
+        """SERVING or STALE -> SLEEPING, which frees the memory of its devices. No call may be in progress. Idempotent.
+        Raises as `call`."""
         if self.state not in (ReplicaState.STALE, ReplicaState.SERVING):
             return
         self.drain()
@@ -199,11 +199,11 @@ class Replica:
             "sleep", call, tier, timeout_s=timeout_s, waiting_for=waiting_for, work=Work.SLEEP
         )
         log.debug("%s sleeps in %s: freed %d bytes", self.name, slept.tier, slept.freed_bytes)
-        if self.state is ReplicaState.DRAINING:  # it was not given up meanwhile
+        if self.state is ReplicaState.DRAINING:  # otherwise it was given up meanwhile
             self._record(self._alive.sleep(self._clock()))
 
     async def wake(self, call: Call, timeout_s: float) -> None:
-        """SLEEPING -> STALE, with the state that it had. Idempotent. Raises as `call` does."""
+        """SLEEPING -> STALE; the function keeps its state. Idempotent. Raises as `call`."""
         if self.state is ReplicaState.SLEEPING:
             self.mark_waking()
             await self.call("wake", call, timeout_s=timeout_s, waiting_for="its memory", work=Work.WAKE)
@@ -219,7 +219,7 @@ class Replica:
             self._record(self._alive.started(self._clock()))
 
     def mark_ended(self) -> None:
-        """The process has ended: RETIRED after a drain, DEAD otherwise. Idempotent."""
+        """Record that the process has ended: RETIRED if it was starting, draining or asleep, else DEAD. Idempotent."""
         if self._life is None:
             began_s = self._clock() if self._waits else self._launched_s
             self._life = Lifecycle(self._identity(f"{self.name}-never-up"), began_s)
@@ -232,14 +232,14 @@ class Replica:
             self._record(self._life.died(now_s))
 
     def give_up(self, reason: str) -> None:
-        """Treat the replica as lost: calls that wait for it raise ReplicaLost. Idempotent."""
+        """Treat the replica as lost: pending calls raise ReplicaLost. Idempotent."""
         if not self._given_up.done():
             self.lost = self.state is not ReplicaState.DRAINING
             self._given_up.set_result(f"{self.name} (incarnation {self.incarnation}) was given up: {reason}")
         self.mark_ended()
 
     def cut(self) -> None:
-        """Record the holding so far, so that little of the ledger is lost if the driver dies."""
+        """Record the holding so far, so that the ledger loses little if the driver dies."""
         if self._life is not None:
             self._record(self._life.cut(self._clock()))
 
@@ -269,13 +269,13 @@ class Replica:
         sent: asyncio.Event | None = None,
         **keywords: object,
     ) -> Any:
-        """Call a method and return its value; with `work` the call goes into the ledger. `sent` is set as soon as the
-        call has left this process. Raises CallTimeout, ReplicaLost, or what the method raised."""
+        """Call a method and return its value; with `work`, record the call in the ledger. `sent` is set as soon as the
+        call has left this process. Raises CallTimeout, ReplicaLost, or the method's own error."""
         response = getattr(self._up, method).remote(call, *arguments, **keywords)
         with self._faults(waiting_for), self._at_work(work):
             try:
                 if sent is not None:
-                    # Ray has a reference to the result only once the call is on its way to the replica.
+                    # Ray returns a reference to the result only after it has sent the call.
                     await self._answer(response._to_object_ref(), timeout_s)
                     sent.set()
                 reply: Reply[Any] = await self._answer(response, timeout_s)
@@ -287,9 +287,9 @@ class Replica:
     async def stream(
         self, work: Work, method: str, call: Call, *arguments: object, timeout_s: float
     ) -> AsyncIterator[Any]:
-        """Call a streaming method and yield its events up to the last, a StreamEnd, which goes into the ledger. Raises
-        ReplicaLost, also if no event comes for `timeout_s` (a working replica sends heartbeats), or what the method
-        raised."""
+        """Call a streaming method and yield its events until the StreamEnd, which is recorded in the ledger. Raises the
+        method's own error, or ReplicaLost, also if no event arrives for `timeout_s`: a working replica sends
+        heartbeats."""
         events = getattr(self._up.options(stream=True), method).remote(call, *arguments)
         with self._faults(method):
             while True:
@@ -337,7 +337,7 @@ class Replica:
 
     @contextmanager
     def _faults(self, doing: str) -> Iterator[None]:
-        """Translate Ray's errors: the replica is lost, or its method raised an error."""
+        """Translate Ray's errors into ReplicaLost or the error that the method raised."""
         try:
             yield
         except RayTaskError as error:
@@ -367,7 +367,7 @@ class Replica:
         )
 
     def _check_incarnation(self, incarnation: str) -> None:
-        """Refuse answers of a replica that Serve has revived under a dead replica's name."""
+        """Reject answers of a replica that Serve has restarted under a dead replica's name."""
         if self._life is not None and incarnation != self.incarnation:
             reason = f"it answers as incarnation {incarnation}: it was restarted and has lost its state"
             self.give_up(reason)

@@ -1,21 +1,21 @@
 """Device reservations: Ray actors that hold devices for a run, so that Ray and a cluster autoscaler see its demand.
 
-A `DeviceReservation` is a small Ray actor that asks Ray for whole devices of one node and reports which ones it got. A
-pending reservation is the demand that an autoscaler sees. Replicas ask Ray for nothing: they are placed on the
+A `DeviceReservation` is a small Ray actor that requests whole devices of one node from Ray, and reports which it got.
+An autoscaler sees pending reservations as demand. Replicas request no resources from Ray: they are placed on the
 reservation's node and get the ids of its devices.
 
-The `ReservationManager` is a detached actor that owns the reservations of a run. It outlives the driver, so that a
-resumed driver finds its devices still reserved. It ends with its lease, and all its reservations with it. The attempt
+The `ReservationManager` is a detached Ray actor that owns the reservations of a run. It outlives the driver, so that a
+resumed driver finds its devices still reserved. When its lease expires, it exits and its reservations end. The attempt
 number fences off a driver that was believed dead.
 
-Runs that share devices (`placement.tenants`) have one manager. It gives a run devices of its own while there are free
-ones, and otherwise the devices with the fewest runs; a `TurnScheduler` orders their turns there. A run whose driver has
-died keeps its turn until its lease ends, which is after the leases of its replicas.
+Runs that share devices (`placement.tenants`) have one manager. It gives a run free devices while there are any, and
+otherwise the devices with the fewest runs; a `TurnScheduler` orders the turns on those. A run whose driver has died
+keeps its turn until its lease expires, which is later than the leases of its replicas.
 
-Ray counts CPU cores and does not say which. A reservation locks a file per core, so that the runs of one user on one
-machine get different cores; the kernel frees the locks when the process ends.
+Ray counts CPU cores but does not assign specific ones. A reservation locks a file per core, so that the runs of one
+user on one machine get different cores; the kernel releases the locks when the process ends.
 
-The imports are few, so that these actors start at once.
+This module imports little, so that these actors start fast.
 """
 
 from __future__ import annotations
@@ -40,44 +40,44 @@ from rlhfless.scaling.turn_scheduler import TurnScheduler
 from rlhfless.util.folders import private
 
 NAMESPACE = "rlhfless"
-"""Ray's namespace of the managers."""
+"""Ray namespace of the managers."""
 
 SHARED_MANAGER = "shared-devices"
 """Name of the one manager of all runs that share devices."""
 
 HEAD_RESOURCE = "node:__internal_head__"
-"""Ray's resource of the head node. Managers are placed there: no run survives the head's loss anyway."""
+"""Ray's resource of the head node. Managers run there, because no run survives the loss of the head node."""
 
 DIED = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
-"""Errors of a call to a dead actor. An actor that Ray killed for memory, or whose node left before it had started,
-raises no RayActorError."""
+"""Errors of a call to a dead actor. Ray raises no RayActorError if it killed the actor for memory, or if the actor's
+node left before the actor had started."""
 
 LOOK_S = 5.0
-"""How often a manager checks whether its lease has ended."""
+"""Interval at which a manager checks whether its lease has expired."""
 
 
 class StaleReservation(RuntimeError):
-    """The caller is a driver of an older attempt."""
+    """The caller is the driver of an older attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Devices that a reservation asks Ray for."""
+    """Devices that a reservation requests from Ray."""
 
     kind: str
     """Key of the price book."""
     devices: int
     gpu: bool
-    """GPUs, or CPU cores."""
+    """True for GPUs, False for CPU cores."""
     selectors: tuple[Mapping[str, str], ...] = ()
-    """Labels of the wanted node; the others are tried in order if it has no room."""
+    """Labels of the wanted node, in order of preference."""
 
     def is_met_by(self, other: Demand) -> bool:
-        """Return whether devices reserved for `other` meet this demand, on whatever node they are."""
+        """Return whether devices reserved for `other` meet this demand, regardless of their node."""
         return (self.kind, self.devices) == (other.kind, other.devices)
 
     def options(self) -> dict[str, Any]:
-        """Return Ray's options for the reservation."""
+        """Return the options of the reservation's Ray actor."""
         amount = {"num_cpus": 0, "num_gpus": self.devices} if self.gpu else {"num_cpus": self.devices}
         first, *others = self.selectors or ({},)
         options: dict[str, Any] = {**amount, "max_restarts": 0}
@@ -93,12 +93,12 @@ class Held:
     """Devices that a reservation has."""
 
     reservation: str
-    """Ray's actor id: another reservation may have other devices."""
+    """Ray actor id. A new reservation may hold different devices."""
     node: str
-    """Ray's id of the node."""
+    """Ray node id."""
     address: str
     local_ids: tuple[str, ...]
-    """Core numbers, or entries of CUDA_VISIBLE_DEVICES composed with the mask that was already on the node."""
+    """Core numbers, or entries of CUDA_VISIBLE_DEVICES after applying the mask that the node already had."""
 
 
 class DeviceReservation:
@@ -109,7 +109,6 @@ class DeviceReservation:
         self._gpu = demand.gpu
 
     def held(self) -> Held:
-        """Return the devices."""
 
         def order(local_id: str) -> tuple[int, str]:
             return (int(local_id), "") if local_id.isdecimal() else (0, local_id)
@@ -120,7 +119,7 @@ class DeviceReservation:
 
 
 def function_of(group: str) -> str:
-    """Return the function that a device group is named for (rlhfless.scaling.placement)."""
+    """Return the function in the name of a device group (rlhfless.scaling.placement)."""
     return group.rpartition("-")[0]
 
 
@@ -130,10 +129,10 @@ def core_folder() -> Path:
 
 
 def lock_cores(wanted: int, cores: Collection[int], folder: Path) -> list[tuple[int, int]]:
-    """Lock `wanted` cores, the lowest first; return their numbers with the open files that keep them locked.
+    """Lock `wanted` cores, lowest first; return their numbers with the open files that keep them locked.
 
-    If other runs have locked too many, numbers above all cores are used. Nothing can be pinned to such a core, so the
-    kernel's scheduler shares the machine out.
+    If other runs have locked too many, numbers beyond the last core are used. Nothing can be pinned to those, so the
+    kernel's scheduler shares the cores.
     """
     locked: list[tuple[int, int]] = []
     for core in chain(sorted(cores), count(max(cores, default=-1) + 1)):
@@ -156,9 +155,9 @@ class Tenant:
     run_id: str
     attempt: int
     lease_s: float
-    """Seconds without a call after which the manager returns all devices of the run."""
+    """Seconds without a call after which the manager releases all devices of the run."""
     most: int = 1
-    """Most runs per device, this run included."""
+    """Maximum runs per device, including this run."""
     priority: int = 0
     left_s: float = math.inf
     """Seconds until the run's step should have ended by its contract."""
@@ -166,12 +165,12 @@ class Tenant:
 
 @dataclass
 class _DeviceGroup:
-    """A reservation, pending or not, and the runs that use it."""
+    """A reservation, pending or granted, and the runs that use it."""
 
     demand: Demand
     reservation: Any
     groups: dict[str, str]
-    """By run: its own name of the group."""
+    """The group's name in each run, by run id."""
     most: int
     held: Held | None = None
 
@@ -182,7 +181,7 @@ class _DeviceGroup:
 
 class ReservationManager:
     """Owns the reservations of a run, or of all runs that share devices. All methods are idempotent, renew the run's
-    lease, and raise StaleReservation for an older attempt of it."""
+    lease, and raise StaleReservation for an older attempt."""
 
     def __init__(self, lease_s: float) -> None:
         self._attempts: dict[str, int] = {}
@@ -191,7 +190,7 @@ class ReservationManager:
         self._names = count()
         self._turns = TurnScheduler()
         self._changes = asyncio.Condition()
-        # When this actor exits by itself, Ray ends the actors that it owns.
+        # Ray ends the actors that this actor owns when it exits.
         self._lease = Lease(LeaseTerms(first_s=lease_s, renewed_s=LOOK_S), lambda: os._exit(0))
 
     async def _admit(self, tenant: Tenant) -> None:
@@ -206,7 +205,7 @@ class ReservationManager:
         self._lease.renew(max(self._ends_s.values()) - now_s)
 
     async def _drop(self, run_id: str) -> None:
-        """Drop a run that has left, or whose lease has ended."""
+        """Drop a run that has left, or whose lease has expired."""
         for name, group in list(self._groups.items()):
             if run_id in group.groups:
                 self._leave_group(name, run_id)
@@ -217,15 +216,15 @@ class ReservationManager:
     # -- devices
 
     async def hold(self, tenant: Tenant, group: str, demand: Demand, wait_s: float, room: bool) -> Held | None:
-        """Reserve devices for a group; return None while the reservation still pends after `wait_s`. A lost reservation
-        is replaced. `room`: a node has the devices free; without it they are shared with other runs."""
+        """Reserve devices for a group; return None if the reservation is still pending after `wait_s`. A lost
+        reservation is replaced. `room`: a node has the devices free; if not, try to share those of other runs."""
         await self._admit(tenant)
         name = self._name_of(tenant.run_id, group)
         if name is not None and not demand.is_met_by(self._groups[name].demand):
             self._leave_group(name, tenant.run_id)
             name = None
         if name is None or self._groups[name].held is None:
-            # A run also shares devices that became available while its own reservation was pending.
+            # Also share devices that became available while the run's own reservation was pending.
             shared = self._join_shared(tenant, group, demand) if name is not None or not room else None
             if name is not None and shared is not None:
                 self._leave_group(name, tenant.run_id)
@@ -245,8 +244,8 @@ class ReservationManager:
         return next((name for name, known in self._groups.items() if known.groups.get(run_id) == group), None)
 
     def _join_shared(self, tenant: Tenant, group: str, demand: Demand) -> str | None:
-        """Let the run join the group with the fewest runs; return None if none admits it. Ties prefer the group with
-        the fewest replicas of the same function: phases of functions differ in length, so each device gets a mix."""
+        """Join the group with the fewest runs; return None if none admits the run. Ties go to the group with the
+        fewest replicas of the same function, so that each device gets a mix of functions with different durations."""
 
         def crowd(name: str) -> tuple[int, int, str]:
             groups = self._groups[name].groups.values()
@@ -267,7 +266,7 @@ class ReservationManager:
         return name
 
     async def held(self, tenant: Tenant, wait_s: float) -> dict[str, tuple[Demand, Held]]:
-        """Return what the groups of the run have now, and give up pending reservations."""
+        """Return the run's groups with their demands and devices, and withdraw pending reservations."""
         await self._admit(tenant)
         run_id = tenant.run_id
         demands = {each.groups[run_id]: each.demand for each in self._groups.values() if run_id in each.groups}
@@ -279,7 +278,7 @@ class ReservationManager:
         return {group: (demands[group], held) for group, held in found.items()}
 
     async def lost(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> list[str]:
-        """Return the groups whose reservation has died. A reservation that does not answer in time may live."""
+        """Return the groups whose reservation has died. A reservation that does not answer in time does not count."""
         await self._admit(tenant)
 
         async def is_lost(group: str) -> bool:
@@ -298,7 +297,7 @@ class ReservationManager:
         return [group for group, is_gone in zip(groups, gone, strict=True) if is_gone]
 
     async def release(self, tenant: Tenant, groups: Sequence[str]) -> None:
-        """Return devices, or withdraw demands. Unknown groups are ignored."""
+        """Release the devices of groups, or withdraw their demands. Unknown groups are ignored."""
         await self._admit(tenant)
         await self.pass_on(tenant, groups)
         for group in groups:
@@ -310,10 +309,10 @@ class ReservationManager:
         await self._admit(tenant)
         await self._drop(tenant.run_id)
         if not self._ends_s:
-            self._lease.renew()  # the next run may come at once
+            self._lease.renew()  # the next run may follow immediately
 
     def _leave_group(self, name: str, run_id: str) -> None:
-        """Remove a run from a group; the devices return to Ray with the last run."""
+        """Remove a run from a group; the last run to leave returns the devices to Ray."""
         self._groups[name].groups.pop(run_id, None)
         if not self._groups[name].groups:
             self._end(name)
@@ -328,8 +327,8 @@ class ReservationManager:
         return [name for name in names if name is not None]
 
     async def turn(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> list[str]:
-        """Wait for the run's turn on all these devices. Return an empty list when it has come, and otherwise, after
-        `wait_s`, the runs whose turn it is; the request keeps its place in the queue."""
+        """Wait for the run's turn on all these devices. Return an empty list when it has come, or, after `wait_s`, the
+        runs whose turn it is; the request keeps its place in the queue."""
         await self._admit(tenant)
         asked_s = time.monotonic()
 
@@ -347,13 +346,13 @@ class ReservationManager:
         return self._turns.owners(self._names_of(tenant.run_id, groups)) or ["another run"]
 
     async def wanted(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> bool:
-        """Return whether another run waits, within `wait_s`, for devices of these on which it is the run's turn."""
+        """Wait up to `wait_s`; return whether another run waits for devices, among these, whose turn this run has."""
         await self._admit(tenant)
         run_id = tenant.run_id
         return await self._until(lambda: self._turns.wanted(run_id, self._names_of(run_id, groups)), wait_s)
 
     async def pass_on(self, tenant: Tenant, groups: Sequence[str]) -> None:
-        """End the run's turn on these devices; it has nothing awake there."""
+        """End the run's turn on these devices. The run must have nothing awake there."""
         await self._admit(tenant)
         self._turns.pass_on(tenant.run_id, self._names_of(tenant.run_id, groups), time.monotonic())
         await self._notify_change()
@@ -372,7 +371,7 @@ class ReservationManager:
 
 
 def reservation_manager(name: str, lease_s: float) -> Any:
-    """Return the handle of the manager of this name, at once; start it if there is none."""
+    """Return the handle of the manager of this name without waiting; start the manager if there is none."""
     make: Any = ray.remote(  # type: ignore[call-overload]  # Ray's types do not know every option
         name=name,
         namespace=NAMESPACE,
@@ -386,7 +385,7 @@ def reservation_manager(name: str, lease_s: float) -> Any:
 
 
 def existing_manager(name: str) -> Any | None:
-    """Return the manager of this name if it lives: an earlier driver started it, or other runs use it."""
+    """Return the manager of this name, started by an earlier driver or another run; None if there is none."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

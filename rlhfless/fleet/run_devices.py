@@ -1,10 +1,10 @@
-"""The devices of a run: taken when the first replica on them starts, given back when the last has gone.
+"""The devices of a run: acquired when the first replica on them starts, released when the last one has ended.
 
-Replicas are planned on groups of devices (rlhfless.scaling.placement). A group that is taken is *bound*: its node and
-its numbers there are known, and stay until it is given back. A group whose holder is lost takes its replicas along,
-because Ray may give the devices to another run from then on.
+Replicas are planned on groups of devices (rlhfless.scaling.placement). An acquired group is *bound*: its node and its
+device numbers there are known, and do not change until it is released. If a group's reservation is lost, its replicas
+are given up too, because Ray may then give the devices to another run.
 
-A wait for devices says what it waits for within SAY_S, says it again, and ends after `timeouts.devices_s`.
+A wait for devices reports its reason after SAY_S and periodically from then on, and ends after `timeouts.devices_s`.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from rlhfless.util.tasks import gather_or_cancel
 log = logging.getLogger(__name__)
 
 SAY_S = 5.0
-"""A longer wait for devices is shown, with a status that is never older than this. A free device takes a second."""
+"""Longer waits for devices are shown, and the status is refreshed at this interval. A free device takes a second."""
 
 SAY_AGAIN_S = 30.0
-"""Between two lines of the log about the same wait."""
+"""Interval between log lines about the same wait."""
 
 CALL_S = 30.0
-"""Longest wait for an answer of the reservation manager, its own start included."""
+"""Timeout for an answer of the reservation manager, including its start."""
 
 Lost = Callable[[str], None]
 """Called with the reason when the devices of a replica are lost."""
 
 Shown = Callable[[str], AbstractContextManager[None]]
-"""Shows a text as long as the block lasts."""
+"""Shows a status text for the duration of the block."""
 
 
 class NoDevices(FleetError):
-    """Devices did not become free in time; the text says which, what is free, and how long the run waited."""
+    """Devices did not become free in time. The message names them, what is free, and how long the run waited."""
 
 
 @dataclass
 class _Taken:
     users: dict[str, Lost] = field(default_factory=dict)
     starting: set[str] = field(default_factory=set)
-    """Users that are not up yet: their own leases are longer."""
+    """Users that are still starting; their leases are longer."""
     held: Held | None = None
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -79,7 +79,7 @@ class RunDevices:
     def __init__(
         self, cluster: Cluster, placement: Placement, call: Call, spec: RunSpec, priority: int, shown: Shown
     ) -> None:
-        """`priority`: of the run, among those that share devices with it."""
+        """`priority`: rank of the run among runs that share devices. `shown` shows the status of a wait."""
         self._cluster = cluster
         self._placement = placement
         self._call = call
@@ -92,10 +92,10 @@ class RunDevices:
         self._taken: dict[str, _Taken] = {}
         self._to_come: frozenset[str] = frozenset()
         self.all_up = asyncio.Event()
-        """No user starts any more, so the lease should be renewed now: it is much shorter from here on, and a driver
-        that is killed before would leave its devices held for as long as a start may take."""
+        """Set when no user is starting any more. The lease is then much shorter and must be renewed at once: until
+        that renewal, a killed driver leaves its devices held for as long as a start may take."""
         self.acquired: Callable[[Acquired], None] = lambda _: None
-        """Called with each wait for devices that has ended."""
+        """Called at the end of each wait for devices."""
         self.left_s: Callable[[], float] = lambda: math.inf
         """Seconds until the run's step should have ended by its contract."""
 
@@ -104,12 +104,12 @@ class RunDevices:
         """Whether other runs may be on the same devices."""
         return self._tenants > 1
 
-    # -- taking and giving back
+    # -- acquire and release
 
     async def acquire(self, allocation: Allocation, user: str, lost: Lost) -> Allocation:
-        """Return the allocation with its devices bound; `user` holds them until `release`. `lost` is called if they are
-        lost. Raises NoDevices after `timeouts.devices_s`, or StaleCall if a newer attempt of the run has replaced this
-        one."""
+        """Acquire devices for `user` until `release`, and return the allocation with its devices bound. `lost` is
+        called if they are lost. Raises NoDevices after `timeouts.devices_s`, or StaleCall if a newer attempt of the run
+        has replaced this one."""
         groups = self._placement.groups_of(allocation)
         for group in groups:
             taken = self._taken.setdefault(group.name, _Taken())
@@ -120,7 +120,7 @@ class RunDevices:
 
     @contextlib.asynccontextmanager
     async def reserved(self, allocations: Sequence[Allocation], user: str) -> AsyncIterator[None]:
-        """Hold these devices within the block in a run that shares devices, so that it can take its turn there before
+        """Hold these devices within the block if the run shares devices, so that it can take its turn there before
         anything starts. Raises as `acquire`."""
         try:
             if self.shared:
@@ -130,7 +130,7 @@ class RunDevices:
             await self.release(user)
 
     def finish_start(self, user: str) -> None:
-        """Record that a user has started; its lease is renewed from now on."""
+        """Record that a user has started."""
         for taken in self._taken.values():
             taken.starting.discard(user)
         if not self._any_starts:
@@ -141,7 +141,7 @@ class RunDevices:
         return any(taken.starting for taken in self._taken.values())
 
     async def release(self, *users: str) -> None:
-        """Return the devices of replicas that have ended, or never started, unless other replicas use them."""
+        """Release the devices of replicas that have ended or never started, unless other replicas use them."""
         unused = []
         for name, taken in self._taken.items():
             for user in users:
@@ -165,7 +165,7 @@ class RunDevices:
             log.warning("devices not returned in order; they return when their lease ends: %s", error)
 
     def held(self, kind: str) -> int:
-        """Count the devices of a kind that replicas of the run have, or wait for."""
+        """Count the devices of a kind that replicas of the run hold or wait for."""
         return sum(len(group.devices) for group in self._placement.groups if group.name in self._taken
                    and group.kind == kind)  # fmt: skip
 
@@ -184,12 +184,12 @@ class RunDevices:
         return replace(allocation, devices=tuple(devices[device.name] for device in allocation.devices))
 
     def must_come(self, allocation: Allocation) -> bool:
-        """Return whether a replica there would wait for a new node: its devices were free on no node when last read."""
+        """Return whether a replica there would wait for a new node. Uses the free devices as of the last `look`."""
         return any(group.name in self._to_come and not self._holds(group) for group in
                    self._placement.groups_of(allocation))  # fmt: skip
 
     async def at_hand(self) -> Callable[[Allocation], bool]:
-        """Return a function that tells whether an allocation's devices are held, or free on a node of the cluster."""
+        """Return a predicate: whether an allocation's devices are held, or free on nodes of the cluster."""
         nodes = await self._cluster.nodes("")
 
         def there(allocation: Allocation) -> bool:
@@ -203,14 +203,14 @@ class RunDevices:
         return any(taken.users and taken.held is None for taken in self._taken.values())
 
     def places(self, allocation: Allocation) -> list[str]:
-        """Return the names of an allocation's devices in the cluster, the same for every run; empty if not held."""
+        """Return the cluster-wide names of an allocation's devices, equal for all runs; empty if not held."""
         groups = self._placement.groups_of(allocation)
         held = [self._taken[group.name].held for group in groups if self._holds(group)]
         return [f"{each.address} {allocation.devices[0].kind} {number}" for each in held if each is not None
                 for number in each.local_ids]  # fmt: skip
 
     def reservations_of(self, allocations: Sequence[Allocation]) -> dict[str, str]:
-        """Return the groups of these allocations that the run holds, with their reservations."""
+        """Return the reservation ids of the groups of these allocations that the run holds, by group."""
         groups = {group.name for each in allocations for group in self._placement.groups_of(each)}
         return {name: taken.held.reservation for name, taken in self._taken.items() if name in groups and taken.held}
 
@@ -218,7 +218,7 @@ class RunDevices:
         return group.name in self._taken and self._taken[group.name].held is not None
 
     async def look(self) -> None:
-        """Read which devices are free, for `must_come`."""
+        """Refresh the free devices, for `must_come`."""
         missing = [group for group in self._placement.groups if not self._holds(group)]
         nodes = await self._cluster.nodes("") if missing else ()
         self._to_come = frozenset(group.name for group in missing) - fitting(missing, nodes)
@@ -271,10 +271,10 @@ class RunDevices:
             self._notify_lost(group.name)
             taken.held = held
 
-    # -- the life of what is held
+    # -- leases and losses
 
     async def renew(self) -> None:
-        """Renew the lease of the devices, and notify replicas whose devices were lost. Raises StaleCall if a newer
+        """Renew the lease of the devices, and give up replicas whose devices were lost. Raises StaleCall if a newer
         attempt has replaced this one."""
         names = [name for name, taken in self._taken.items() if taken.held is not None]
         if self._manager is None or self._cluster.lost:
@@ -289,7 +289,7 @@ class RunDevices:
             self._notify_lost(name)
 
     def _notify_lost(self, group: str) -> None:
-        """Give up the replicas on lost devices: another run may get the devices."""
+        """Notify the users of a lost group: another run may get its devices."""
         taken = self._taken.get(group)
         if taken is None or taken.held is None:
             return
@@ -298,7 +298,7 @@ class RunDevices:
             lost(f"its devices ({group}) are lost: what held them has died")
 
     async def adopt(self) -> None:
-        """Adopt the devices of an earlier driver of the run; `settle` returns those without a replica."""
+        """Adopt the devices of an earlier driver of the run. `settle` releases those without a replica."""
         self._manager = await asyncio.to_thread(existing_manager, self._manager_name)
         if self._manager is None:
             return
@@ -313,19 +313,19 @@ class RunDevices:
                 self._taken[group.name] = _Taken(held=held)
 
     def add_user(self, allocation: Allocation, user: str, lost: Lost) -> None:
-        """Record that `user`, such as a replica of an earlier driver, uses the run's part of these devices."""
+        """Record that `user`, such as a replica of an earlier driver, uses these devices, where the run holds them."""
         for group in self._placement.groups_of(allocation):
             if group.name in self._taken:
                 self._taken[group.name].users[user] = lost
 
     async def settle(self) -> None:
-        """Return devices of an earlier driver that no replica uses."""
+        """Release devices of an earlier driver that no replica uses."""
         if self._manager is not None:
             await self.release()
             await self._give_back([group.name for group in self._placement.groups if group.name not in self._taken])
 
     async def close(self) -> None:
-        """Return everything. A private cluster ends with all that it holds anyway."""
+        """Release all devices. Does nothing in a private cluster, which stops with its reservations."""
         if self._manager is None or self._cluster.private:
             return
         try:
@@ -336,7 +336,7 @@ class RunDevices:
         if not self.shared:
             await asyncio.to_thread(ray.kill, self._manager)
 
-    # -- calls of the manager
+    # -- calls to the manager
 
     @property
     def _manager_name(self) -> str:
@@ -344,12 +344,12 @@ class RunDevices:
 
     @property
     def _lease_of_devices_s(self) -> float:
-        """The lease of the devices: longer than the lease of the replicas on them plus their orderly stop, so that no
+        """The lease of the devices. It is longer than the lease of the replicas plus their orderly stop, so that no
         other run gets a device that a replica still uses."""
         return 2 * self._lease_s + self.timeouts.drain_s + (self.timeouts.start_s if self._any_starts else 0.0)
 
     async def ask(self, method: str, *arguments: object) -> Any:
-        """Call the manager. Raises StaleCall; FleetError if it does not answer, or is lost with all reservations."""
+        """Call the manager. Raises StaleCall, or FleetError if it does not answer, or is lost with all reservations."""
         try:
             if self._manager is None:
                 self._manager = reservation_manager(self._manager_name, self._lease_of_devices_s)
@@ -372,8 +372,8 @@ class RunDevices:
 
 
 def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
-    """Return the demand of a group: its planned node first, if that is among `nodes`. Ray fails an actor that asks for
-    a node that has left, whatever the alternatives, and an autoscaler would not see the demand."""
+    """Return the demand of a group, with a preference for its planned node if that is among `nodes`. Ray fails an actor
+    that requests a node that has left, even with alternatives, and an autoscaler would not see the demand."""
     gpu, count = group.kind != CPU_KIND, len(group.devices)
     anywhere = selector(group.kind) if gpu else {}
     if all(node.name != group.node for node in nodes):
@@ -383,5 +383,5 @@ def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
 
 
 def _room(group: DeviceGroup, nodes: Sequence[Node]) -> bool:
-    """Return whether a node has the devices of a group free."""
+    """Return whether one of the nodes has enough free devices for a group."""
     return any(node.free(group.kind) >= len(group.devices) for node in nodes)

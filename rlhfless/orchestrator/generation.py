@@ -1,14 +1,13 @@
 """The generation stage: send samples to actors, and yield groups as they become complete.
 
-The scaling policy decides which actor generates which samples (rlhfless.orchestrator.scaler); this module carries that
-out. Samples migrate in one way only: they are aborted on their actor, return with the tokens so far, and continue from
-there on another actor. Draining an actor, giving work to a new one and losing one are all this migration. No token is
-generated twice, except tokens that a dead actor had not delivered, and the last token before a migration, which shows
-whether both engines agree. Finished samples go into the journal before they count, and samples in the journal are not
-generated again.
+The scaling policy assigns samples to actors (rlhfless.orchestrator.scaler); this module executes its decisions. To
+migrate a sample, the stage aborts it on its actor, receives the tokens so far, and continues from them on another
+actor. Draining, losing and adding an actor all use this migration. No token is generated twice, with two exceptions:
+tokens that a dead actor had not delivered, and the last token before a migration, which is compared between the two
+engines. Finished samples are journaled before they count, and journaled samples are not generated again.
 
-A step that does not wait for all groups (`Selection`) defers what is unfinished at its end: the journal keeps the
-tokens, from which a later step continues.
+A step that does not wait for all groups (`Selection`) defers its unfinished samples: the journal keeps their tokens,
+and a later step continues from them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class GenerationStage:
-    """Generation of one request over the actors of a pool. A slot is the number of an allocation of the pool."""
+    """Generates the samples of one request on the actors of a pool. A slot is the index of a pool allocation."""
 
     def __init__(
         self,
@@ -61,9 +60,9 @@ class GenerationStage:
         prefill: PrefillActors | None = None,
         history: PromptHistory | None = None,
     ) -> None:
-        """`at_work` is called at the first message of an engine: the engines are busy then, and the driver is not.
-        `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
-        `prefill`: see Precomputation. `history`: where engines that draft have their drafts from.
+        """`at_work` is called at an engine's first message, when the engines are busy and the driver is idle.
+        `no_weights` returns why a joining actor cannot load the step's weights, or "" if it can.
+        `prefill`: see Precomputation. `history` supplies earlier responses for drafting.
         """
         self._pool = pool
         self.request = request
@@ -80,9 +79,9 @@ class GenerationStage:
         self._gate = GroupGate(request.groups, request.selection.must_include if request.selection else ())
         self._from_earlier: list[Group] | None = None
         self.resumed: tuple[int, int] = (0, 0)
-        """Samples that an earlier step deferred, and their tokens."""
+        """Number of samples that an earlier step deferred, and of their tokens."""
         self._requests: list[Replica] = []
-        """The actor of each request."""
+        """Actors by request number."""
         self._streams: dict[asyncio.Task[None], Replica] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._aborting: set[int] = set()
@@ -91,7 +90,7 @@ class GenerationStage:
             request, spec.timeouts.sync_s, prefill=prefill, in_flight=spec.schedule.in_flight
         )
         self._ahead: dict[int, asyncio.Task[None]] = {}
-        """Prompts or prefixes that each request waits for."""
+        """By request number: the task that fetches the KV of its prompts or prefixes."""
         self._lost: set[str] = set()
         self._lost_in_a_row = 0
         """Actors that died or failed to start since the last sample finished."""
@@ -99,7 +98,7 @@ class GenerationStage:
         self._asked_s: float | None = None
         self._busy: BusyCores | None = None
         self.host_busy_cores = 0.0
-        """Busy cores of the driver's machine during generation."""
+        """Mean number of busy cores on the driver's machine during generation."""
         self.over = False
         """Whether no sample is left, or the stage was cancelled."""
 
@@ -113,8 +112,7 @@ class GenerationStage:
         return self._table.progress
 
     async def groups(self) -> AsyncIterator[Group]:
-        """Yield groups as they become complete. Raises what an actor raised, JournalError, or ReplicaLost if no actor
-        is left."""
+        """Yield groups as they complete. Raises an actor's error, JournalError, or ReplicaLost if no actor is left."""
         try:
             self.load_from_journal()
             for group in self._from_earlier or ():
@@ -125,7 +123,7 @@ class GenerationStage:
                         yield group
             self._journal.take(self._gate.passed)
             self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
-            # Only now, while the last groups are scored: the policy's estimates take time to update.
+            # The policy takes time to update its estimates; here this overlaps with scoring the last groups.
             if self._asked_s is not None:
                 self._ask(Generated())
         finally:
@@ -133,7 +131,6 @@ class GenerationStage:
             await self._stop_streams()
 
     async def _generated(self) -> AsyncIterator[Group]:
-        """Yield groups as the actors finish them."""
         actors = sum(map(self._pool.expects, range(len(self._pool.allocations))))
         what = "step %d: %s: %d samples of %d prompts to generate on %d actors; %d of them resume with %d tokens"
         log.info(what, self.step, self.request.work, len(self._table.items), len(self._prompts), actors, *self.resumed)
@@ -150,12 +147,11 @@ class GenerationStage:
         self.over = True
         if self._finished:
             await self._defer()
-        # Each stream still delivers its end, which is the call's row of the ledger.
+        # Wait for the last event of each stream: it becomes the call's row in the ledger.
         await asyncio.gather(*self._streams)
 
     async def _defer(self) -> None:
-        """Abort the samples that are deferred to later steps, and journal their tokens. Raises as `groups`, and
-        CallTimeout."""
+        """Abort unfinished samples and journal their tokens for a later step. Raises CallTimeout, and as `groups`."""
         actors = tuple({actor.name: actor for actor in self._streams.values()}.values())
         if left := await self._abort_all(*actors):
             names = ", ".join(sorted({self._streams[task].name for task in left}))
@@ -175,19 +171,19 @@ class GenerationStage:
         log.info("step %d: %d started samples deferred to later steps", self.step, len(deferred))
         self._journal.keep(deferred)
 
-    # -- actors that come and go (rlhfless.fleet.pool)
+    # -- actors that join and leave (rlhfless.fleet.pool)
 
     def joined(self, slot: int) -> None:
-        """Give work to an actor that serves at a slot."""
+        """Assign work to the actor that has joined at a slot."""
         self._on_event(Serving(slot))
 
     def missed(self, slot: int) -> None:
-        """Unassign the samples that wait at a slot: its actor failed to start."""
+        """Unassign the samples of a slot whose actor failed to start."""
         if self._table.lose(slot).size:
             self._on_event(Lost(slot, self._table.unassigned), f"no actor came up at slot {slot}")
 
     async def drain(self, actor: Replica) -> None:
-        """Drain an actor: its samples continue on other actors, and it gets no new ones."""
+        """Stop assigning samples to an actor, and migrate those it has."""
         actor.drain()
         log.info("step %d: %s drains", self.step, actor.name)
         slot = self._slot_of(actor)
@@ -196,10 +192,10 @@ class GenerationStage:
         await self._abort_all(actor)
 
     async def _abort_all(self, *actors: Replica) -> list[asyncio.Task[None]]:
-        """Abort all samples on these actors. Returns the streams that have not ended within `timeouts.drain_s`."""
+        """Abort all samples on these actors; return the streams that are still open after `timeouts.drain_s`."""
         limit_s = self._clock() + self._spec.timeouts.drain_s
         while (streams := [task for task, of in self._streams.items() if of in actors]) and self._clock() < limit_s:
-            # An abort may arrive before its request, so it is repeated until no sample is left.
+            # An abort may arrive before its request, so repeat it until all streams have ended.
             for actor in actors:
                 on = [number for number, request in self._table.request_of.items() if self._requests[request] is actor]
                 await self._abort(actor, on)
@@ -209,7 +205,7 @@ class GenerationStage:
     # -- decisions
 
     def _on_event(self, event: Event, loss: str = "") -> None:
-        """Handle an event from outside the stage; `loss` says why an actor died. Errors are raised in `groups`."""
+        """Handle an event from outside the stage. `loss`: why an actor died. Errors are raised by `groups`."""
         if self._asked_s is None or self.over:
             return
         try:
@@ -236,8 +232,8 @@ class GenerationStage:
                     self._submit(actor, part)
 
     def _parts(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Split samples into requests. With prefill actors, an actor generates the first while others wait for
-        their prompts."""
+        """Split samples into requests. With prefill actors, the first request runs while others wait for their
+        prompts."""
         if not self._apart:
             return [list(numbers)]
         prompts = [self._table.items[sample].prompt_token_ids for sample in numbers]
@@ -268,7 +264,7 @@ class GenerationStage:
         task.add_done_callback(self._streams.pop)
 
     def _abort_misplaced(self) -> None:
-        """Abort samples that run on another actor than that of the slot they are assigned to."""
+        """Abort samples that run on an actor other than that of their assigned slot."""
         strays: dict[str, list[int]] = {}
         replicas = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
         for sample, request in self._table.request_of.items():
@@ -316,7 +312,7 @@ class GenerationStage:
             self._events.put_nowait(error)
 
     async def _prepare(self, actor: Replica, number: int, request: GenerateRequest) -> None:
-        """Give the actor the KV of the prompts or of shared prefixes; aborted samples do not wait for it."""
+        """Give the actor the KV of the prompts or shared prefixes; an abort cancels the wait."""
         ahead = asyncio.create_task(self._precomputation.before(actor, request.items, request.version))
         self._ahead[number] = ahead
         try:
@@ -344,14 +340,14 @@ class GenerationStage:
                 self._lose(event.request, lost)
 
     def _heartbeat(self) -> None:
-        """Ask the policy, at most once per interval: each actor sends its own heartbeats."""
+        """Ask the policy, at most once per interval however many actors send heartbeats."""
         now_s = self._clock()
         if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
             self._asked_s = now_s
             self._ask(Heartbeat())
 
     def _take(self, request: int, rollouts: Sequence[Rollout]) -> None:
-        """Journal finished samples, and queue aborted ones for another actor."""
+        """Journal finished samples, and requeue aborted ones for another actor."""
         current = [rollout for rollout in rollouts if self._table.is_on(request, rollout.key)]
         ended = [rollout for rollout in current if rollout.finish_reason != FinishReason.ABORT]
         if ended:
@@ -364,7 +360,7 @@ class GenerationStage:
             self._finished[rollout.prompt_id].append(rollout)
 
     def _lose(self, request: int, error: ReplicaLost) -> None:
-        """Requeue the samples of a request whose actor died. The first such request also makes the slot Lost."""
+        """Requeue the samples of a request whose actor died. The actor's first one also reports the slot as Lost."""
         actor = self._requests[request]
         slot = self._slot_of(actor)
         gone = self._table.restart_lost(request)
@@ -381,7 +377,7 @@ class GenerationStage:
             self._submit_waiting()
 
     def _count_loss(self, why: str) -> None:
-        """Raises ReplicaLost after too many losses in a row, or if no actor is left and none can join."""
+        """Count a lost actor. Raises ReplicaLost after too many in a row, or if no actor is left and none can join."""
         self._lost_in_a_row += 1
         if not self._pool.serving() and (reason := self._no_weights()):
             raise ReplicaLost(f"no actor is left, and none can load the weights: {reason} ({why})")
@@ -397,7 +393,7 @@ class GenerationStage:
     # -- groups
 
     def load_from_journal(self) -> bool:
-        """Load the request's samples from the journal, once. Returns whether others are left to generate."""
+        """Load the request's samples from the journal, once; return whether any are left to generate."""
         if self._from_earlier is None:
             self._from_earlier = list(self._from_journal())
         return bool(self._gate.left)
@@ -418,7 +414,7 @@ class GenerationStage:
         self._table = self._table_of(list(missing.values()))
 
     def _completed(self, prompt_id: str) -> Iterable[Group]:
-        """Yield the prompt's group once, when all of its samples are there, unless it is deferred to a later step."""
+        """Yield the prompt's group when its last sample finishes, unless it is deferred to a later step."""
         if len(self._finished.get(prompt_id, ())) == self.request.samples_per_prompt:
             complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
             if self._gate.passes(prompt_id):

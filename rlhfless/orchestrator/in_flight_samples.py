@@ -1,8 +1,8 @@
-"""What a generation stage works on: its request, the samples in flight, and what the journal has of them.
+"""The state of a generation stage: its request, its samples in flight, and its rows of the journal.
 
-A sample belongs to the slot that the policy gave it (`rlhfless.scaling.assignment`), and is *on* a request to the actor
-that generates it. The stage brings the two together: a sample on no request goes to its slot as soon as an actor serves
-there, and a sample on a request to another slot is aborted."""
+A sample has the slot that the policy assigned (`rlhfless.scaling.assignment`), and is *on* a request to the actor that
+generates it. The stage reconciles the two: it submits a sample without a request as soon as an actor serves at its
+slot, and aborts a sample that is on a request to another slot."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rlhfless.spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The groups that a step learns from if it does not wait for all: the first `groups` to be complete."""
+    """The group selection of a step that does not wait for all groups, but learns from the first to complete."""
 
     groups: int
     must_include: frozenset[str]
     """Prompts whose groups the step waits for."""
     begun: Mapping[str, int]
-    """By prompt, the step that started it, which is part of its samples' seeds."""
+    """The step that started each prompt, by prompt id. It is part of the seeds of the prompt's samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """The samples that one generation stage generates."""
+    """The samples to generate in one generation stage."""
 
     call: Call
     prompts: tuple[Prompt, ...]
@@ -43,9 +43,9 @@ class RolloutRequest:
     work: Work
     seed: int
     seed_step: int
-    """Part of every seed: the step, or one number for all evaluations, which then differ by the weights alone."""
+    """Part of every seed: the step, or the same number for all evaluations, so that they differ only in the weights."""
     selection: Selection | None = None
-    """If its step does not wait for all groups."""
+    """Set if the step does not wait for all groups."""
 
     @property
     def groups(self) -> int:
@@ -53,7 +53,7 @@ class RolloutRequest:
         return self.selection.groups if self.selection else len(self.prompts)
 
     def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
-        """List the samples of one prompt. Their seeds do not depend on the actor."""
+        """Return the samples of one prompt. Their seeds do not depend on the actor."""
         begun = self.selection.begun[prompt.prompt_id] if self.selection else self.seed_step
         return tuple(
             SampleItem(
@@ -80,14 +80,14 @@ def sampling_of(spec: RunSpec, *, greedy: bool = False) -> Sampling:
 
 
 class StageJournal:
-    """The journal as one stage uses it; without a journal nothing is read or written."""
+    """The journal of one stage; with `None` as journal, all methods do nothing."""
 
     def __init__(self, journal: Journal | None, request: RolloutRequest) -> None:
         self._journal = journal
         self._request = request
 
     def load(self, items: Sequence[SampleItem]) -> Iterator[Rollout]:
-        """Yield the rollouts of these samples. One with another seed is ignored: the data set was edited since."""
+        """Yield the rollouts of these samples. Rollouts with other seeds are ignored: the data set was edited."""
         if self._journal is None:
             return
         seeds = {item.key: item.seed for item in items}
@@ -113,27 +113,27 @@ class StageJournal:
             self._journal.take_groups(self._request.call.step, begun)
 
     def _step_of(self, prompt_id: str) -> int:
-        """Return the step of a prompt's rows: the one that started it."""
+        """Return the step under which a prompt's rows are stored: the step that started it."""
         selection = self._request.selection
         return selection.begun[prompt_id] if selection else self._request.call.step
 
 
 @dataclass(slots=True)
 class Replayed:
-    """Compare engines: the new engine of a migrated sample generates its last token again, with the same seed after the
-    same tokens. Equal engines generate the same token."""
+    """Compares engines: the new engine of a migrated sample regenerates its last token, with the same seed and the same
+    preceding tokens. Equal engines generate the same token."""
 
     tokens: int = 0
     differ: int = 0
-    """Replayed tokens that differ from the first engine's."""
+    """Number of replayed tokens that differ from the first engine's."""
     logprob_difference: float = 0.0
-    """Largest difference between the logprobs of an equal token, in nats."""
+    """Largest logprob difference of equal tokens, in nats."""
 
     def add(self, before: Rollout, after: Rollout) -> None:
         """Compare a sample before and after its migration."""
         last = len(before.token_ids) - 1
         if _version_at(before, last) != _version_at(after, last):
-            return  # newer weights may generate another token
+            return  # other weights may generate another token
         if len(after.token_ids) <= last + (after.finish_reason == FinishReason.ABORT):
             return  # the new engine may have generated nothing
         self.tokens += 1
@@ -144,7 +144,7 @@ class Replayed:
             self.logprob_difference = max(self.logprob_difference, difference)
 
     def figures(self) -> dict[str, float]:
-        """Return the comparison as metrics; none if nothing was compared."""
+        """Return the comparison as metrics; empty if no token was compared."""
         if not self.tokens:
             return {}
         return {
@@ -166,7 +166,7 @@ def _version_at(rollout: Rollout, token: int) -> str | None:
 
 
 class InFlightSamples:
-    """The samples of one step. A sample is a number; samples of one prompt have consecutive numbers."""
+    """The samples of one step. Samples are identified by numbers, consecutive for the samples of a prompt."""
 
     def __init__(self, step: int, items: Sequence[SampleItem], slots: int) -> None:
         token_ids = {item.prompt_id: item.prompt_token_ids for item in items}
@@ -174,11 +174,11 @@ class InFlightSamples:
         rank = {prompt_id: number for number, prompt_id in enumerate(prompts)}
         self.step = step
         self.items = list(items)
-        """Each item with the tokens from which the sample continues."""
+        """The item of each sample, with the tokens to continue from."""
         self.request_of: dict[int, int] = {}
-        """The request that each running sample is on."""
+        """The request of each running sample."""
         self.waiting: dict[int, None] = {}
-        """Samples with a slot and no request, in the order in which they will be submitted."""
+        """Samples with a slot but no request, in order of submission."""
         self.replayed = Replayed()
         self._numbers = {item.key: number for number, item in enumerate(items)}
         self._prompt_ids = tuple(prompts)
@@ -193,8 +193,8 @@ class InFlightSamples:
         self.assignment = Assignment(self.slot_of, self._finished, slots)
 
     def prefixes_decision(self, at_s: float) -> Decision | None:
-        """Return the prompts' shared prefixes as a row of the trace, for replays; None without any. The trace has no
-        prompts."""
+        """Return the prompts' shared prefixes as a row of the trace; None without any. Replays need them, because the
+        trace has no prompts."""
         if not len(self.prefixes):
             return None
         texts = {prompt_id: self.prefixes.text(number) for number, prompt_id in enumerate(self._prompt_ids)}
@@ -203,7 +203,7 @@ class InFlightSamples:
 
     @property
     def progress(self) -> dict[SampleKey, int]:
-        """Tokens of the samples that have some and are not finished."""
+        """Token counts of the unfinished samples that have tokens."""
         running = np.flatnonzero((self._tokens > 0) & ~self._finished)
         return {self.items[number].key: int(self._tokens[number]) for number in running.tolist()}
 
@@ -218,7 +218,7 @@ class InFlightSamples:
         return self.assignment.unassigned
 
     def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
-        """Return the policy's view of the step now. Its arrays are read-only and not copied."""
+        """Return the policy's current view of the step. Its arrays are read-only views, not copies."""
         return StepView(
             fleet,
             tuple(slots),
@@ -234,7 +234,7 @@ class InFlightSamples:
         )
 
     def counts(self, slot: int) -> tuple[int, int]:
-        """Count the unfinished samples of a slot with at least one token, and those without."""
+        """Return the number of unfinished samples of a slot with at least one token, and without any."""
         unfinished = (self.slot_of == slot) & ~self._finished
         drawing = int(np.count_nonzero(unfinished & (self._tokens > 0)))
         return drawing, int(np.count_nonzero(unfinished)) - drawing
@@ -242,7 +242,7 @@ class InFlightSamples:
     # -- messages of the actors
 
     def apply_heartbeat(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
-        """Apply a heartbeat of a request. It may be late, so it never lowers a count."""
+        """Apply a heartbeat of a request. Heartbeats may be late, so they never lower a count."""
         for key, count in tokens.items():
             number = self._numbers[key]
             if self.is_on(request, key) and not self._finished[number]:
@@ -252,11 +252,11 @@ class InFlightSamples:
                 self._end(self._numbers[key], end.tokens, truncated=end.truncated)
 
     def is_on(self, request: int, key: SampleKey) -> bool:
-        """Whether a sample is still on this request. Messages about other samples are ignored."""
+        """Return whether a sample is still on this request. Messages about other samples must be ignored."""
         return self.request_of.get(self._numbers[key]) == request
 
     def take_back(self, rollout: Rollout) -> None:
-        """Take a sample back from its request. An unfinished one continues from its tokens."""
+        """Remove a sample from its request. An unfinished sample will continue from its tokens."""
         number = self._numbers[rollout.key]
         del self.request_of[number]
         if (prior := self.items[number].prior) is not None:
@@ -269,16 +269,16 @@ class InFlightSamples:
         self._restart(number)
 
     def restart_lost(self, request: int) -> Ints:
-        """Restart the samples of a lost request from the tokens that they had at its start. Returns the samples."""
+        """Restart the samples of a lost request from their tokens at its start, and return them."""
         lost = np.array([number for number, on in self.request_of.items() if on == request], np.int64)
         for number in lost.tolist():
             del self.request_of[number]
-            self._finished[number] = self._truncated[number] = False  # it may have finished, and was not delivered
+            self._finished[number] = self._truncated[number] = False  # it may have finished without being delivered
             self._restart(number)
         return lost
 
     def defer_unfinished(self) -> list[Rollout]:
-        """Defer unfinished samples to a later step, and return their tokens. For the policy they end truncated."""
+        """Defer unfinished samples to a later step, and return their tokens. The policy sees them end truncated."""
         left = self.left.tolist()
         self.request_of.clear()
         for number in left:
@@ -288,7 +288,7 @@ class InFlightSamples:
     # -- actions of the policy
 
     def give(self, samples: Ints, slot: int) -> None:
-        """Assign unfinished samples to a slot; those on no request wait there."""
+        """Assign unfinished samples to a slot; those without a request wait there."""
         self.assignment.give(samples, slot)
         for number in samples.tolist():
             self.waiting.pop(number, None)

@@ -1,11 +1,11 @@
-"""Give actors the KV of prompts before their samples: of whole prompts where prefill actors compute them, else of the
-prefixes that several prompts share, which the actor computes itself.
+"""Provide actors with the KV of prompts before their samples. With prefill actors, this is the KV of whole prompts;
+otherwise each actor computes the prefixes that several of its prompts share.
 
-`PrefillActors` sends prompts to the actor that would have computed them first: by the tokens in its queue, and those of
-the prompts that it has not computed yet. So prompts behind the same prefix go to the same actor until its queue is
-longer by more than the prefix. Another actor starts while the wait exceeds the time of a start; actors above
-`scaling.prefill.min_actors` are released when no prompt waits. Nothing but time depends on these actors: prompts that
-none of them takes are computed by the actor that generates from them."""
+`PrefillActors` sends prompts to the prefill actor that would finish them first, estimated from the tokens in its queue
+plus the tokens of the prompts that it has not computed yet. Prompts with a common prefix therefore go to the same
+actor until its queue is longer than others by more than the prefix. Another prefill actor starts while the expected
+wait exceeds the time of a start; actors above `scaling.prefill.min_actors` are released when no prompt waits. Prefill
+actors affect only speed: the generating actor computes any prompt that none of them has computed."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ Offers = tuple[KvOffer | None, ...]
 
 
 class PrefillActors:
-    """The pool of prefill actors, and what waits there."""
+    """Sends prompts to the pool of prefill actors, and scales it by the waiting prompts."""
 
     def __init__(self, pool: ReplicaPool, speeds: EngineSpeeds, start_s: Callable[[], float], limit_s: float) -> None:
-        """`start_s`: the seconds that a start is expected to take. `limit_s` bounds each call."""
+        """`start_s` returns the expected seconds of a start. `limit_s` is the timeout of each call."""
         self._pool = pool
         self._speeds = speeds
         self._start_s = start_s
         self._limit_s = limit_s
         self._queue: Counter[str] = Counter()
-        """Tokens that each actor was asked for and has not computed, by its name."""
+        """Tokens that each actor has still to compute, by name."""
         self._waiting: Counter[int] = Counter()
-        """Prompts by length whose KV has not reached the actor that draws from them."""
+        """Number of prompts, by length, whose KV has not reached the actor that generates from them."""
         self._computed: dict[tuple[str, str], CachedBlocks] = {}
-        """What each actor has computed, by its name and the weight version."""
+        """Blocks that each actor has computed, by name and weight version."""
         self._changed = asyncio.Event()
         pool.watch(self)
 
     @contextlib.asynccontextmanager
     async def offers(self, call: Call, prompts: Sequence[Prompt], version: str) -> AsyncIterator[Offers]:
-        """An offer of the KV of each prompt, which stands within the block; empty if no actor has computed them."""
+        """Compute prompts, and yield an offer of the KV of each, valid within the block; empty if no actor could."""
         lengths = Counter(map(len, prompts))
         self._waiting += lengths
         try:
@@ -64,7 +64,7 @@ class PrefillActors:
 
     async def _computed_by_one(self, call: Call, prompts: tuple[Prompt, ...], version: str) -> Offers:
         failed: set[str] = set()
-        # The actor that draws may have loaded its weights sooner.
+        # The generating actor may have loaded the version before any prefill actor.
         await self._until(lambda: bool(self._able(version)) or not self._pool.up())
         while (actor := self._nearest(prompts, version, failed)) is not None:
             try:
@@ -94,7 +94,7 @@ class PrefillActors:
         return offers
 
     def _nearest(self, prompts: Sequence[Prompt], version: str, failed: set[str]) -> Replica | None:
-        """The actor that would have computed the prompts first."""
+        """Return the actor with the fewest tokens to compute until it has these prompts; None if none is able."""
 
         def tokens(actor: Replica) -> int:
             computed = self._of(actor, version)
@@ -106,7 +106,7 @@ class PrefillActors:
         return [actor for actor in self._pool.serving() if actor.served == version]
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition, no longer than for a call."""
+        """Wait for a condition, at most `limit_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limit_s):
                 while not condition():
@@ -120,27 +120,26 @@ class PrefillActors:
             self._computed[key] = CachedBlocks(CPU_BLOCK_TOKENS)
         return self._computed[key]
 
-    # -- actors that come and go (rlhfless.fleet.pool)
+    # -- actors that join and leave (rlhfless.fleet.pool)
 
     @property
     def over(self) -> bool:
         return False
 
     def joined(self, slot: int) -> None:  # noqa: ARG002 (see Listener)
-        """An actor serves."""
+        """Recheck which actors serve."""
         self._changed.set()
 
     def missed(self, slot: int) -> None:  # noqa: ARG002 (see Listener)
-        """No actor will come to a slot."""
+        """Recheck which actors are expected."""
         self._changed.set()
 
     async def drain(self, replica: Replica) -> None:
-        """Wait for what an actor was asked for; it gets nothing more."""
+        """Wait until an actor has computed its queue."""
         await self._until(lambda: not self._queue[replica.name])
 
     def _start_if_it_pays(self, call: Call) -> None:
-        """Start another actor if the prompts that wait keep those that are there for longer than a start takes; where
-        there is none, the actors that draw."""
+        """Start another prefill actor if the waiting prompts take the expected ones longer than a start takes."""
         free = [slot for slot in range(len(self._pool.allocations)) if self._pool.state(slot) is None]
         if not free:
             return
@@ -152,7 +151,7 @@ class PrefillActors:
             self._pool.start(free[0], call)
 
     def _release(self) -> None:
-        # A start that is called off counts as expected until it has ended.
+        # A cancelled start counts as expected until it has ended.
         spare = max(self._pool.expected - self._pool.bounds.fewest, 0)
         there = [slot for slot in range(len(self._pool.allocations)) if self._pool.expects(slot)]
         for slot in there[len(there) - spare :]:
@@ -163,7 +162,7 @@ Prefix = tuple[int, ...]
 
 
 class Precomputation:
-    """The prompts and prefixes that each actor has, for one generation stage."""
+    """Computes or transfers the KV of prompts and prefixes for the actors of one generation stage, once per actor."""
 
     def __init__(
         self,
@@ -173,20 +172,20 @@ class Precomputation:
         prefill: PrefillActors | None = None,
         in_flight: bool = False,
     ) -> None:
-        """`limit_s` bounds each call to an actor. `in_flight`: an actor may load newer weights at any time."""
+        """`limit_s` is the timeout of each call. `in_flight`: an actor may load newer weights at any time."""
         self._prefill = prefill
         self._in_flight = in_flight
         self._request = request
         self._limit_s = limit_s
         self._asked: dict[tuple[str, str], set[Prefix]] = {}
-        """Prefixes and prompts that each actor has been asked for, by weight version."""
+        """Prefixes and prompts already requested, by actor and weight version."""
 
     async def before(self, actor: Replica, items: Sequence[SampleItem], version: str) -> None:
-        """Give an actor that serves `version` the prompts of these samples, or the prefixes that they share, unless it
-        has them from an earlier request. Actors that join in mid-step, or get migrated samples, get them first, too.
+        """Give an actor that serves `version` the KV of the prompts of these samples, or of their shared prefixes,
+        unless an earlier request did. This includes actors that join mid-step or get migrated samples.
 
-        A call that takes too long is logged and otherwise ignored: the engine then computes the prefix with the first
-        sample. Raises ReplicaLost if this actor is lost, or what it raised.
+        A call that times out is only logged: the engine then computes the prefix with the first sample. Raises
+        ReplicaLost if this actor is lost, or the actor's own error.
         """
         if self._request.work is not Work.GENERATE:
             return
@@ -207,8 +206,8 @@ class Precomputation:
         version: str,
         asked: set[Prefix],
     ) -> bool:
-        """Give an actor the KV of prompts from prefill actors; False if none has computed them. Prompts shorter than a
-        block have no KV to give."""
+        """Give an actor the KV of prompts from prefill actors; return False if none could compute them. Prompts of at
+        most one block have no KV to transfer."""
         new = tuple(prompt for prompt in prompts if len(prompt) > CPU_BLOCK_TOKENS and prompt not in asked)
         if not new:
             return True

@@ -1,9 +1,9 @@
-"""The scaling policy on the wall clock: events of the run go to the policy, and its actions are carried out.
+"""The scaling policy on the wall clock: pass events of the run to the policy, and carry out its actions.
 
 The simulator runs the same policies on a virtual clock; `rlhfless.scaling.assignment` decides for both which actions
-are refused. A fault of the policy stops the simulator, but must not stop a run: actions before the fault stay in
-effect, samples without a slot are split evenly, and the policy is asked again at the next event. The first fault is
-logged with its traceback, and all are counted. In a resumed run the policy has seen all lengths of the trace."""
+are refused. A policy fault stops the simulator, but must not stop a run: actions before the fault stay in effect,
+samples without a slot are split evenly, and the policy is asked again at the next event. The first fault is logged with
+its traceback, and all are counted. In a resumed run the policy has seen all response lengths in the trace."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ from rlhfless.spec.imports import load_target
 log = logging.getLogger(__name__)
 
 UP = (ReplicaState.STALE, ReplicaState.SERVING)
-"""States of an actor that serves, or will once it has loaded the step's weights."""
+"""States of an actor that serves, or will serve once it has loaded the step's weights."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step as the policy sees it, and the effects of its actions."""
+    """A step in progress: the policy's view of it, and its metrics."""
 
     table: InFlightSamples
     view: FleetView
@@ -90,14 +90,14 @@ class PolicyRunner:
         self._faults = 0
 
     def figures(self, step: int) -> Mapping[str, float]:
-        """Return the metrics of a step; none if the policy was not asked about it."""
+        """Return the metrics of a step; empty if the policy was not asked about it."""
         asked = self._steps.get(step)
         if asked is None:
             return {}
         return {**asked.figures, **asked.table.replayed.figures(), "policy_faults": float(self._faults)}
 
     def begin(self, table: InFlightSamples) -> None:
-        """Start a step, and ask the policy. Raises as `ask` does."""
+        """Start a step, and ask the policy for its plan. Raises as `ask`."""
         self._steps = {number: known for number, known in self._steps.items() if not known.ended}
         step = self._steps[table.step] = _Step(table, self._fleet.view())
         if (prefixes := table.prefixes_decision(self._clock())) is not None:
@@ -106,7 +106,7 @@ class PolicyRunner:
         step.figures["actors_wanted"] = float(len(set(table.slot_of[table.left].tolist())))
 
     def end(self, event: StepEnded, number: int) -> None:
-        """End a step: the policy gets the event, and is not asked about the step again."""
+        """End a step: send the policy the event, and never ask about the step again."""
         self.ask(event, number)
         if (step := self._steps.get(number)) is not None:
             if step.table.replayed.tokens and not step.ended:
@@ -114,10 +114,10 @@ class PolicyRunner:
             step.ended = True
 
     def ask(self, event: Event, number: int) -> None:
-        """Ask the policy about an event in a step, and carry out its actions. Ignored if the step has ended or was
+        """Ask the policy about an event in a step, and carry out its actions. Does nothing if the step has ended or was
         never started.
 
-        Raises ReplicaLost if samples are left and no actor is up or starting.
+        Raises ReplicaLost if samples are unfinished and no actor is up or starting.
         """
         step = self._steps.get(number)
         if step is None or step.ended:
@@ -138,7 +138,7 @@ class PolicyRunner:
         return step.table.view(step.view, self._fleet.slots(step.table))
 
     def _carry_out(self, action: Action, step: _Step) -> None:
-        """Carry out an action. Raises PolicyFault, without any effect, if it is refused."""
+        """Carry out an action. Raises PolicyFault if it is refused; it then has no effect."""
         table = step.table
         match action:
             case Assign(slot=slot):
@@ -158,7 +158,7 @@ class PolicyRunner:
                     self._note_plan(decision, step)
 
     def _note_plan(self, decision: Decision, step: _Step) -> None:
-        """Record a step's plan. A contract that no plan can keep is logged at its first step, not at every one."""
+        """Record a step's plan. Warn when the contract becomes infeasible, not at every step after."""
         inputs = decision.inputs
         if "step_s" in inputs:
             step.figures["planned_generation_s"] = float(inputs["step_s"])
@@ -169,7 +169,7 @@ class PolicyRunner:
         self._feasible = feasible
 
     def _split_rest(self, step: _Step) -> None:
-        """Split the samples without a slot, or at a slot whose actor will not come, evenly over the actors."""
+        """Split samples without a slot, or whose slot expects no actor, evenly over the actors."""
         table = step.table
         for slot in sorted(set(table.slot_of[table.left].tolist()) - {UNASSIGNED}):
             if not self._fleet.expects(slot):
@@ -193,10 +193,10 @@ class PolicyRunner:
 
 
 class EvenSplit:
-    """A policy without any forecast, for evaluations. It gives each prompt, new or lost, to the actor with the fewest
-    samples; an actor that joins gets half of the difference to the busiest actor.
+    """A policy without forecasts, for evaluations. It assigns each prompt, new or lost, to the actor with the fewest
+    samples, and moves half the difference from the busiest actor to an actor that joins.
 
-    It starts and releases no actor, and gives samples only to actors that are up.
+    It starts and releases no actors, and assigns samples to starting actors only if none is up.
     """
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
@@ -212,9 +212,9 @@ class EvenSplit:
 
 
 def split_evenly(view: StepView, samples: Ints) -> list[Assign]:
-    """Assign samples to the actors that are up: prompt by prompt, each to the actor with the fewest samples.
+    """Assign samples to the actors that are up, prompt by prompt, each to the actor with the fewest samples.
 
-    If no actor is up, the first starting actor gets all of them; if none is starting, the answer is empty.
+    If no actor is up, the first starting actor gets all samples. If none is starting, the result is empty.
     """
     slots = _slots(view, *UP) or _slots(view, ReplicaState.STARTING)[:1]
     load = {slot: view.samples_at(slot).size for slot in slots}
@@ -232,7 +232,7 @@ def _share(view: StepView, joined: int) -> list[Action]:
     load = {slot: view.samples_at(slot).size for slot in _slots(view, *UP)}
     busiest = max(load, key=lambda slot: (load[slot], -slot), default=joined)
     lead = (load.get(busiest, 0) - load.get(joined, 0)) // 2
-    # The last samples: these are whole groups, because siblings have consecutive numbers.
+    # Take the last samples: siblings have consecutive numbers, so these are mostly whole groups.
     return [Move(busiest, joined, view.samples_at(busiest)[-lead:])] if lead > 0 else []
 
 
@@ -241,7 +241,7 @@ def _slots(view: StepView, *states: ReplicaState) -> list[int]:
 
 
 class StepDue:
-    """The deadline of the step in progress, by the run's contract. Runs that share devices take turns by it."""
+    """The deadline of the step in progress under the run's contract. It orders the turns of runs that share devices."""
 
     def __init__(self, run: RunContract, clock: Callable[[], float] = time.time) -> None:
         self._run = run
@@ -250,11 +250,11 @@ class StepDue:
         self._steps = 0
 
     def end_step(self, end_s: float) -> None:
-        """Record the end of a step, which starts the next one."""
+        """Record the end of a step, which is the start of the next one."""
         self._steps, self._began_s = self._steps + 1, end_s
 
     def left_s(self) -> float:
-        """Return the seconds that are left, negative if late; infinite without a deadline."""
+        """Return the seconds until the deadline: negative if late, infinite without a deadline."""
         spec, left = self._run.of_step(self._steps), self._run.steps_left(self._steps)
         contract = contract_for_step(spec, steps_left=left, spent_s=self._began_s - self._first_s)
         if not isinstance(contract, CheapestUnderDeadline):
@@ -276,36 +276,36 @@ class Scaler:
     ) -> None:
         self.due = due
         self.prefill = prefill
-        """The actors that compute prompts for the others, if the spec allows any."""
+        """The prefill actors, if the spec allows any."""
         self.runner = PolicyRunner(policy, fleet, ledger.add_decision)
-        """The runner of training steps."""
+        """The runner for training steps."""
         self.fleet = fleet
         self._speeds = speeds
         self._ledger = ledger
 
     def runner_of(self, step: int, work: Work) -> PolicyRunner:
-        """The runner that decides about samples to be drawn. Evaluations are split evenly, so that the policy learns no
-        lengths from them; so is a step that is already in the trace, because its lengths are known."""
+        """Return the runner that assigns the samples of a stage. Evaluations are split evenly, so that the policy
+        learns no lengths from them, and so are steps that are already in the trace, whose lengths it has seen."""
         if work is Work.GENERATE and not self._ledger.has_rollouts_of(step):
             return self.runner
         return self.even_split()
 
     def even_split(self) -> PolicyRunner:
-        """A runner without a plan: also for what a step draws again, because the policy plans a step once."""
+        """Return a runner that splits samples evenly. A step's redraws use it too: the policy plans a step once."""
         return PolicyRunner(EvenSplit(), self.fleet, self._ledger.add_decision)
 
     def idle(self, function: str, step: int) -> None:
-        """Ask the policy about a function that has finished its work of a step."""
+        """Tell the policy that a function has finished its work in a step."""
         self.runner.ask(Idle(self.fleet.slot_of(function)), step)
         self.fleet.idle(function, step)
 
     def learn_speeds(self, step: int) -> None:
-        """Learn the speeds of the engines from a step whose rollouts are in the ledger."""
+        """Update the engines' speeds from a step whose rollouts are in the ledger."""
         if self.runner.figures(step):
             self._speeds.learn(*self._ledger.done_in_step(step), self.fleet.kinds())
 
     def end_step(self, record: StepRecord) -> None:
-        """End a step; the policy gets the event once."""
+        """End a step, for the policy and the deadline."""
         self.runner.end(StepEnded(record.resumed_s, record.end_s), record.step)
         self.due.end_step(record.end_s)
 
@@ -319,8 +319,8 @@ def scaler_of(
     lengths: LengthPredictor,
     earlier: Trace | None,
 ) -> Scaler:
-    """The scaler that a spec asks for. `pools` are the pools of all functions, the actors' pool first. `lengths`: of
-    the run's responses. `earlier`: the trace of its earlier attempts."""
+    """Build the scaler of a spec. `pools`: the pools of all functions, the actors' first. `lengths` predicts response
+    lengths. `earlier`: the trace of the run's earlier attempts."""
     limits = spec.generation.engine
     shape = None if prepared.shape is None else prepared.shape.up_to(prepared.max_model_len)
     speeds = EngineSpeeds(shape, limits.devices_per_actor, limits.sequence_limit)
@@ -337,7 +337,7 @@ def scaler_of(
 def _prefill_of(
     spec: RunSpec, pools: Sequence[ReplicaPool], ledger: FleetFigures, speeds: EngineSpeeds
 ) -> PrefillActors | None:
-    """The actors that compute prompts. Before one was started a start is expected to take as long as an actor's."""
+    """Return the prefill actors, if any. Until one has started, a start is expected to take as long as an actor's."""
     pool = next((pool for pool in pools if pool.kind.role is FunctionRole.PREFILLS), None)
     if pool is None:
         return None
@@ -351,10 +351,10 @@ def _prefill_of(
 
 
 def policy_of(spec: RunSpec, lengths: LengthPredictor, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:
-    """The policy of `scaling.policy`. In a resumed run the rest of a contract for the whole run applies to the
+    """Build the policy of `scaling.policy`. In a resumed run, the remainder of a per-run contract applies to the
     remaining steps."""
     scaling = spec.scaling
-    # Actors that never leave cost the same whatever is decided.
+    # A fixed fleet costs the same under every plan, so only time matters.
     contract = WeightedSpec(time_weight=1.0) if scaling.generation.fixed else scaling.contract
     run = _rest_of(spec, contract, earlier, spent_usd)
     if isinstance(scaling.policy, CostAwareSpec):
@@ -366,7 +366,7 @@ def policy_of(spec: RunSpec, lengths: LengthPredictor, earlier: Trace | None, sp
 
 
 def _rest_of(spec: RunSpec, contract: ContractSpec, earlier: Trace | None, spent_usd: float) -> RunContract:
-    """What a contract leaves for the steps that are not in the trace."""
+    """Return the contract for the steps that are not in the trace: the remaining deadline or budget of the run."""
     done = () if earlier is None else earlier.steps
     if isinstance(contract, CheapestSpec) and contract.per == "run":
         left_s = contract.deadline_s - sum(step.end_s - step.start_s for step in done)

@@ -1,4 +1,4 @@
-"""One training step. `rollout` makes experience, `train` learns from it; a schedule decides how they overlap.
+"""One training step. `rollout` produces experience, `train` learns from it; a schedule decides how they overlap.
 
 prompts -> sync weights -> generate -> score -> per-token outputs (reference, values)      rollout
         -> drop failures -> advantages -> learn -> publish weights -> ledger               train
@@ -40,7 +40,7 @@ from rlhfless.util.tasks import beside, gather_or_cancel
 async def rollout(run: RLRun, context: StepContext) -> Experience:
     """Generate the samples of a step with the newest weights, and score them.
 
-    Raises what a stage raises: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
+    Raises WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
     """
     first, columns = context.request, run.columns_of(context.call)
 
@@ -58,7 +58,7 @@ async def rollout(run: RLRun, context: StepContext) -> Experience:
 
 
 async def train(run: RLRun, context: StepContext, experience: Experience) -> StepRecord:
-    """Learn from the experience of a step, and publish the new weights; while a critic warms up, only it learns.
+    """Learn from the experience of a step, and publish the new weights. During critic warm-up, only the critic learns.
 
     Raises as `rollout` does.
     """
@@ -69,7 +69,7 @@ async def train(run: RLRun, context: StepContext, experience: Experience) -> Ste
     chosen = with_signal(usable) if needs.with_signal else usable
 
     whole = pack(chosen.groups)
-    if needs.old_logprobs:  # otherwise the learner computes those that its first update makes old
+    if needs.old_logprobs:  # otherwise the learner computes them at its first update
         whole = whole.with_columns(old_logprobs=await run.evaluate(call, whole))
     whole = _with_targets(run, step, whole)
     if staleness and staleness.differs:
@@ -98,14 +98,14 @@ async def train(run: RLRun, context: StepContext, experience: Experience) -> Ste
 
 
 async def evaluate_held_out(run: RLRun, step: int) -> Mapping[str, float]:
-    """Evaluate on the held-out prompts: `reward_mean` over all, and the figures of each set with `<set>/` before them.
+    """Evaluate on the held-out prompts: return `reward_mean` over all, and the metrics of each set as `<set>/<metric>`.
 
-    All evaluations of a run use the same seeds, so two of them differ by the weights alone.
+    All evaluations of a run use the same seeds, so they differ only in the weights.
     """
     run.clock.interrupt()
     requests = [run.held_out_request(step, greedy=greedy) for greedy in (False, True)]
     average, oldest = await run.average(), run.published.version.step
-    # Both at once: more sequences per iteration of the engine.
+    # Both together: larger batches in the engine.
     sampled, greedy = await generate_scored(run, {run.generate(each): {} for each in requests}, oldest, apart=average)
     for experience in (sampled, greedy):
         log_failures(experience, step)
@@ -119,10 +119,10 @@ async def generate_scored(
     oldest: int,
     apart: PublishedWeights | None = None,
 ) -> Sequence[Experience]:
-    """Run generation stages at once, and score their groups as they complete, with the per-token outputs of each stage.
+    """Run generation stages concurrently; score groups as they complete, and add the per-token outputs of each stage.
 
-    The weights are the newest, of step `oldest` or later, or `apart` from the run's own, such as their average. Each
-    actor generates as soon as it has loaded them. Samples that are all in the journal need no engine.
+    The stages use the newest weights, of step `oldest` or later, or the weights `apart` if given, such as the run's
+    average. Each actor generates as soon as it has loaded them. If the journal has all samples, no engine is used.
     """
     synced = asyncio.Event()
 
@@ -146,16 +146,16 @@ async def generate_scored(
 
 
 async def _follow_versions(run: RLRun, published: PublishedWeights, call: Call) -> None:
-    """Load each version that is published after `published`, while samples are generated."""
+    """Load each version that is published after `published` during generation."""
     while True:
         published = await run.versions.newer_than(published.version)
         await run.weights.sync(published, call)
 
 
 def learned_batch(batch: PackedBatch, experience: Experience, needs: Needs) -> PackedBatch:
-    """Leave truncated responses out of the loss if the algorithm wants whole ones (DAPO's overlong filtering).
+    """Mask truncated responses from the loss if the algorithm needs whole responses (DAPO's overlong filtering).
 
-    They are still in the statistics of their group, and in the KL of the reward.
+    They still count in the statistics of their group, and in the KL of the reward.
     """
     if not needs.whole_responses:
         return batch
@@ -164,7 +164,7 @@ def learned_batch(batch: PackedBatch, experience: Experience, needs: Needs) -> P
 
 
 def _with_targets(run: RLRun, step: int, batch: PackedBatch) -> PackedBatch:
-    """Add what policy and critic learn from: advantages and returns `[tokens]`."""
+    """Add the training targets of policy and critic: advantages and returns `[tokens]`."""
     algorithm = run.algorithms.at(step)
     targets = {"advantages": algorithm.advantages(batch)}
     if run.spec.algorithm.needs.values:
@@ -175,9 +175,9 @@ def _with_targets(run: RLRun, step: int, batch: PackedBatch) -> PackedBatch:
 async def _record_rollouts(
     run: RLRun, context: StepContext, experience: Experience, usable: Experience, *, after: Sequence[asyncio.Event]
 ) -> dict[str, float]:
-    """Put the rollouts into the ledger; returns their metrics.
+    """Record the rollouts in the ledger, and return their metrics.
 
-    Waits for `after`, when the learner has its calls: this work is then done while the learner is busy.
+    Waits for `after`, set once the learner has its calls, so that this work overlaps with the learner's.
     """
     for sent in after:
         await sent.wait()
