@@ -1,5 +1,6 @@
-"""A function that computes a per-token output of complete groups, such as reference logprobs: its controller, its
-ranks, their settings, and the class that a rank works with.
+"""A function that computes a per-token output of complete groups, such as reference logprobs.
+
+Holds its controller, rank actors, settings, and the protocol of a rank's worker.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerTokenSettings(DistributedSettings):
-    """The settings of a replica."""
+    """Settings of a replica."""
 
     function: str
     worker: str
     """Import path of a PerTokenWorker."""
     model: ModelSpec
-    """The policy's."""
+    """The policy's model."""
     dtype: DType
     micro_batch_tokens: int
     share_prefixes: bool
@@ -42,34 +43,36 @@ class PerTokenSettings(DistributedSettings):
     logits_elements: int | None = None
     """See OutputHead.chunk_elements."""
     own: Any = None
-    """The section of the spec of a user's function."""
+    """A user function's own section of the spec."""
     import_paths: tuple[str, ...] = ()
-    """Folders from which to import the worker: the driver's own `sys.path`."""
+    """Folders to import the worker from: the driver's own `sys.path`."""
 
 
 class PerTokenWorker(Protocol):
     """One rank of a function that computes a per-token output."""
 
     def __init__(self, settings: PerTokenSettings, threads: int, mesh: DeviceMesh | None) -> None:
-        """Load the model; with a mesh, this rank's part of it. *Collective* then."""
+        """Load the model; with a mesh, this rank's shard, and then *collective*."""
         ...
 
     def kept_on_device(self) -> Iterable[torch.Tensor]:
-        """Return all tensors on the device between two calls; they are offloaded while the function sleeps."""
+        """Return all tensors on the device between two calls. They are offloaded while the function sleeps."""
         ...
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
-        """Compute the output `[tokens]` of the whole batch, 0 on tokens that were not generated; and count the prompt
-        tokens that this rank did not compute, because of a shared prefix. *Collective*."""
+        """Return the output `[tokens]` of the whole batch, 0 on tokens that were not generated. *Collective*.
+
+        Also returns the prompt tokens that this rank did not compute because of a shared prefix.
+        """
         ...
 
 
 PHASE = "logprobs"
-"""Phase of the memory plan."""
+"""Phase in the memory plan."""
 
 
 class PerTokenActor(RankActor[PerTokenSettings]):
-    """One rank; rank 0 returns the values of all."""
+    """One rank. Rank 0 returns the values of all ranks."""
 
     def _load(self, address: str) -> None:
         from rlhfless.functions.sharding import join_frozen
@@ -85,14 +88,14 @@ class PerTokenActor(RankActor[PerTokenSettings]):
         return self._worker.kept_on_device()
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
-        """See PerTokenWorker.compute. *Collective.*"""
+        """Run PerTokenWorker.compute; return its values only on rank 0. *Collective.*"""
         with self._at_work(PHASE):
             values, shared_tokens = self._worker.compute(batch)
         return None if self._number else values, shared_tokens
 
 
 class PerTokenFunction(DistributedFunction):
-    """One replica, split over its ranks."""
+    """A replica, split over its ranks."""
 
     actor = PerTokenActor
 
@@ -102,7 +105,7 @@ class PerTokenFunction(DistributedFunction):
 
     @staticmethod
     def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> PerTokenSettings:
-        """The settings of a replica in an allocation whose devices are bound."""
+        """Return a replica's settings for an allocation with bound devices."""
         spec = launch.spec
         return PerTokenSettings(
             run_id=launch.run_id,
@@ -124,5 +127,5 @@ class PerTokenFunction(DistributedFunction):
 
     @admitted
     async def compute(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
-        """Compute the output `[tokens]` of a packed batch; 0 on tokens that were not generated."""
+        """Return the output `[tokens]` of a packed batch; 0 on tokens that were not generated."""
         return await self._per_token(batch)

@@ -1,4 +1,4 @@
-"""The critic function: its ranks as Ray actors, and their controller (rlhfless.functions.training)."""
+"""The critic function: its controller and rank actors (rlhfless.functions.training)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings(TrainedSettings):
-    """The settings of a replica. `model`: what it starts from."""
+    """Settings of a critic replica. `model` is its initial model."""
 
     training: CriticSpec
 
@@ -37,21 +37,21 @@ class CriticActor(TrainingActor[CriticSettings]):
         self._rank = self._joined(address, CriticRank, self._settings.algorithm)
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
-        """See CriticRank.values; rank 0 returns the values of all. *Collective.*"""
+        """Return values of this rank's batch and its shared tokens (CriticRank.values); values only on rank 0."""
         with self._at_work("values"):
             values, shared_tokens = self._rank.values(batch)
         return None if self._number else values, shared_tokens
 
 
 class CriticFunction(TrainedFunction):
-    """The controller of the critic. A checkpoint of the run has the state of critic and learner."""
+    """The controller of the critic. A checkpoint of the run includes the state of critic and learner."""
 
     named = "critic"
     actor = CriticActor
 
     @staticmethod
     def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> CriticSettings:
-        """The settings of a replica in an allocation whose devices are bound."""
+        """Return a replica's settings for an allocation with bound devices."""
         spec = launch.spec
         assert spec.critic is not None, "the kind is wanted with it alone"
         return CriticSettings(
@@ -68,5 +68,5 @@ class CriticFunction(TrainedFunction):
 
     @admitted
     async def compute(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
-        """Compute values `[tokens]` of a packed batch of complete groups; 0 on tokens that were not generated."""
+        """Return values `[tokens]` of a packed batch of complete groups; 0 on tokens that were not generated."""
         return await self._per_token(batch)

@@ -1,4 +1,4 @@
-"""The declaration of the critic: values of complete groups, learned beside the policy."""
+"""Declares the critic: values of complete groups, trained alongside the policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _wanted(spec: RunSpec) -> ReplicaRequest | None:
 
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
-    """The phases of a critic of the policy's sizes; one that starts from other files is taken to have them, too."""
+    """Return the memory phases of a critic, assumed to have the policy's size even if it starts from other files."""
     critic = terms.spec.critic
     if critic is None:
         return ()

@@ -1,7 +1,7 @@
-"""One rank of the critic: values of complete groups, and its own optimiser steps before those of the policy.
+"""One rank of the critic: values of complete groups, and its optimiser steps before those of the policy.
 
-The network is a decoder of the policy's kind with a head of one output, the value. The value at a response token is V
-of the tokens before it: it is computed from the same hidden state as the token's logprob, and by the same pass
+The network is a decoder like the policy's with a single-output head, the value. The value at a response token is V of
+the tokens before it: it is computed from the same hidden state as the token's logprob, in the same kind of pass
 (rlhfless.functions.policy).
 """
 
@@ -30,11 +30,11 @@ from rlhfless.spec import AdamWSpec, AlgorithmSpec, CriticSpec, ModelSpec, Train
 from rlhfless.spec.errors import InputError, Problem
 
 OF_OPTIMIZER = frozenset({"gradient_norm", "gradient_norm_max", "learning_rate", "skipped_updates"})
-"""Metrics that the learner has, too: the critic's are called `critic_<name>`."""
+"""Metrics that the learner has as well: the critic's are called `critic_<name>`."""
 
 
 class CriticRank(TrainingRank):
-    """See TrainingRank."""
+    """A rank of the critic (see TrainingRank)."""
 
     _training: CriticSpec
 
@@ -50,7 +50,7 @@ class CriticRank(TrainingRank):
         init_method: str,
         timeout_s: float,
     ) -> None:
-        """See TrainingRank. `model`: what it starts from, and the format in which it is saved."""
+        """`model`: the initial model, whose format is also the saved one. See TrainingRank for the rest."""
         self._algorithm = cast(ActorCritic, algorithm_of(algorithm))  # its settings need values
         super().__init__(
             model,
@@ -66,12 +66,14 @@ class CriticRank(TrainingRank):
         return load_critic(self._spec, self._training, device, self._mesh, new_head=self._training.new_head)
 
     def values(self, batch: PackedBatch) -> tuple[FloatArray, int]:
-        """See by_group. *Collective.*"""
+        """Return values `[tokens]` of the whole batch, and the prompt tokens saved (see by_group). *Collective.*"""
         return by_group(self._policy, batch, values_of(self._policy), self._training.pass_tokens)
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
-        """See TrainingRank. The batch has the values from before the step (`values`), and `returns`: raises ValueError
-        without. *Collective.*"""
+        """Take a training step (see TrainingRank). *Collective.*
+
+        Raises ValueError unless the batch has `returns` and the `values` from before the step.
+        """
         if batch.values is None or batch.returns is None:
             raise ValueError("the batch has no values or no returns; compute them before `learn`")
         metrics = with_explained_variance(self._updates(passes.over(batch), passes.planned_updates))
@@ -80,7 +82,6 @@ class CriticRank(TrainingRank):
     def _loss(
         self, batch: PackedBatch, packed: PackedSegments | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See TrainingRank."""
         assert batch.values is not None
         assert batch.returns is not None
         (values,) = response_outputs(self._policy, batch, values_of(self._policy), packed)
@@ -96,13 +97,15 @@ class CriticRank(TrainingRank):
 def load_critic(
     source: ModelSpec, critic: TrainingSpec, device: torch.device, mesh: DeviceMesh, *, new_head: bool
 ) -> PolicyNetwork:
-    """Load the model that the critic starts from, split over `mesh`; with `new_head`, its head is of zeros. Raises
-    InputError if it has no head of one output, and else as load_trained does. *Collective.*"""
+    """Load the critic's initial model, split over `mesh`; with `new_head`, its head is all zeros. *Collective.*
+
+    Raises InputError if its head does not have one output, and the errors of load_trained.
+    """
     return load_trained(source, critic, device, mesh, form=NEW_VALUES if new_head else VALUES)
 
 
 def values_of(critic: PolicyNetwork) -> Outputs:
-    """The values `[positions]` that the head gives. In float32: in bfloat16 a value has two digits."""
+    """Return the head's values `[positions]` in float32: in bfloat16 a value has two digits."""
     return partial(_values, critic.head.linear)
 
 
@@ -127,4 +130,4 @@ def _value_head(model: Any, chunk_elements: int | None) -> OutputHead:
 
 VALUES = Form(AutoModelForSequenceClassification, "critic.model", _value_head)
 NEW_VALUES = dataclasses.replace(VALUES, config={"num_labels": 1}, new_head=True)
-"""Of files without such a head."""
+"""Form of files without a value head."""

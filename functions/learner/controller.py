@@ -1,4 +1,4 @@
-"""The learner function: its controller, its rank actors, and their end of the weight store."""
+"""The learner function: its controller, its rank actors, and its side of the weight store."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from rlhfless.weights.store import WeightStore
 
 EXPORTED = "exported-state"
-"""Folder of a state that passes from one group of ranks to the next, inside that of the weights."""
+"""Folder of the state handed from one group of ranks to the next, inside the store folder."""
 
 OWNER = ".owner"
-"""In the store: the incarnation of the learner that was called last."""
+"""File in the store that names the last called incarnation of the learner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class StoreHome:
 
     folder: str
     token: str = field(default="", repr=False)
-    """If given, the folder is served by HTTP to requests that carry the token."""
+    """If set, serve the folder over HTTP to requests that carry this token."""
     transport: Transport = "file"
     readers: int = 0
-    """Workers of all engines together, which a broadcast goes to."""
+    """Workers of all engines together, the receivers of a broadcast."""
 
     def open(self, host: str) -> WeightStore:
-        """Open the store. With a token, threads of this process serve it at `host`, this node's address."""
+        """Open the store. With a token, serve it from threads of this process at `host`, this node's address."""
         # Imported here: they import torch, and the controller never opens the store.
         from rlhfless.weights.broadcast import Broadcaster
         from rlhfless.weights.buckets import BucketStore
@@ -66,8 +66,7 @@ class StoreHome:
         return HttpStoreServer(self.folder, host=host, token=self.token, join=join, of_piece=of_piece)
 
     def mark(self) -> None:
-        """Mark this folder as the learner's for engines (StoreAddress.require_shared). Repeated with each version,
-        because a lost folder is created again."""
+        """Mark the folder as the learner's (StoreAddress.require_shared). Repeat per version: the folder may be lost."""
         if not self.token:
             StoreAddress("file", self.folder).mark()
 
@@ -81,14 +80,14 @@ class LearnerSettings(TrainedSettings):
     dpo: DPOSpec
     temperature: float
     quantization: Quantization
-    """Of the engines."""
+    """Quantization of the engines."""
     probe_token_ids: tuple[int, ...]
-    """Tokens of the probe; each published version has the learner's logprobs of them."""
+    """Tokens of the probe. Each published version carries the learner's logprobs of them."""
     read_back: bool
-    """Publish samples of the weights, which engines compare with their own."""
+    """Publish samples of the weights for engines to compare with their own."""
     store: StoreHome
     kept_versions: int
-    """Newest versions that stay in the store: those that steps may still draw with (scaling.memory.kept_versions)."""
+    """Newest versions to keep in the store for steps that may still generate with them (scaling.memory)."""
 
 
 class LearnerActor(TrainingActor[LearnerSettings]):
@@ -97,23 +96,23 @@ class LearnerActor(TrainingActor[LearnerSettings]):
     named = "learner"
     _rank: LearnerRank
     _store: Any
-    """A WeightStore; a BucketStore if engines share the ranks' GPUs."""
+    """A WeightStore, or a BucketStore if engines share the ranks' GPUs."""
 
     def __init__(self, settings: LearnerSettings, rank: int) -> None:
         super().__init__(settings, rank)
         self._published: list[WeightVersion] = []
-        """Versions in the store, oldest first, including those of an earlier group of ranks."""
+        """Versions in the store, oldest first, including those of earlier rank groups."""
         self._averaged: WeightVersion | None = None
-        """The last published average."""
+        """The last published average of the weights."""
 
     @property
     def shares_device_memory(self) -> bool:
-        """Engines map its bucket."""
+        """Return whether engines map the bucket of this rank."""
         return self._settings.store.transport == "cuda_ipc"
 
     @property
     def reaches_other_nodes(self) -> bool:
-        """Rank 0 makes the group of a broadcast, whose identity is its own socket's address."""
+        """Return whether rank 0 creates a broadcast group, whose ID holds the address of rank 0's socket."""
         return self._settings.store.transport == "nccl"
 
     def _load(self, address: str) -> None:
@@ -125,7 +124,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         self._rank = self._joined(address, LearnerRank, settings.algorithm, settings.temperature, settings.quantization)
 
     def publish(self, run_id: str, attempt: int, step: int, averaged: bool) -> tuple[PublishedWeights, ...]:
-        """Write the weights to the store. Rank 0 returns the version, with samples and no logprobs. *Collective.*"""
+        """Write the weights to the store. Rank 0 returns the version with samples, without logprobs. *Collective.*"""
         from rlhfless.functions.training.checkpoint import drain
 
         with self._at_work("publish"), self._as_published(averaged):
@@ -148,8 +147,10 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         return (PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe),)
 
     def feed(self, version: WeightVersion, workers: Sequence[int]) -> int:
-        """Give the weights to engines on this rank's GPU (rlhfless.weights.buckets), to `workers[rank]` workers; also
-        while the rank sleeps. Return how many workers have taken them. *Collective.*"""
+        """Feed the weights to `workers[rank]` engine workers on this rank's GPU (rlhfless.weights.buckets).
+
+        Works also while the rank sleeps. Returns the number of workers that took the weights. *Collective.*
+        """
         from rlhfless.functions.training.checkpoint import drain
 
         with self._naming_memory_errors("publish"):
@@ -161,7 +162,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
                 drain(stream)  # the other ranks wait for each tensor
 
     def probe(self, averaged: bool) -> tuple[float, ...]:
-        """Compute the logprobs of the probe. *Collective.*"""
+        """Return the logprobs of the probe tokens. *Collective.*"""
         with self._at_work("publish"), self._as_published(averaged):
             return self._rank.probe_logprobs(self._settings.probe_token_ids)
 
@@ -169,19 +170,19 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         return self._rank.averaged() if averaged else contextlib.nullcontext()
 
     def _forget_average(self) -> None:
-        """Delete the last average. An average of no updates equals the live version, and stays."""
+        """Delete the last average, unless it equals a live version because there were no updates."""
         if self._averaged is not None and self._averaged not in self._published:
             self._store.delete(self._averaged)
 
     def _forget_old(self, version: WeightVersion) -> None:
-        """Keep the versions that engines may still load."""
+        """Delete versions beyond `kept_versions`."""
         self._published = [*(each for each in self._published if each != version), version]
         while len(self._published) > self._settings.kept_versions:
             self._store.delete(self._published.pop(0))
 
 
 class SupervisedActor(TrainingActor[LearnerSettings]):
-    """Rank `rank` of a supervised learner, which publishes nothing."""
+    """Rank `rank` of a supervised learner. Publishes nothing."""
 
     named = "learner"
     _rank: SupervisedRank
@@ -204,12 +205,11 @@ class LearnerFunction(TrainedFunction):
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
     def actor_of(self, settings: LearnerSettings) -> type:
-        """See DistributedFunction."""
         return LearnerActor if settings.run_type == "rlhf" else SupervisedActor
 
     @staticmethod
     def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> LearnerSettings:
-        """The settings of a replica in an allocation whose devices are bound."""
+        """Return a replica's settings for an allocation with bound devices."""
         spec = launch.spec
         return LearnerSettings(
             run_id=launch.run_id,
@@ -238,13 +238,13 @@ class LearnerFunction(TrainedFunction):
 
     @admitted
     async def export_state(self, _: Call) -> CallResult[bool]:
-        """Write the ranks' state beside the weights, in shared memory. Returns False if there is no room for it."""
+        """Write the ranks' state next to the weights, in shared memory. Returns False if there is no room."""
         written: list[bool] = await self._group.call("export_state", self._exported)
         return CallResult(all(written))
 
     @admitted
     async def import_state(self, call: Call) -> CallResult[None]:
-        """Continue from the state that the previous group exported after `call`'s step, and delete it. Idempotent."""
+        """Restore the state that the previous group exported after `call`'s step, then delete it. Idempotent."""
         if self._step != call.step:
             await self._restore(call, self._exported)
             shutil.rmtree(self._exported, ignore_errors=True)
@@ -256,16 +256,15 @@ class LearnerFunction(TrainedFunction):
 
     @admitted
     async def evaluate(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
-        """Compute logprobs `[tokens]` of the current policy, or scores of a reward model
-        (rlhfless.functions.learner.supervised)."""
+        """Return logprobs `[tokens]` of the current policy, or a reward model's scores (see learner.supervised)."""
         values = (await self._group.call("evaluate", ray.put(batch)))[0]
         return CallResult(values, CallUsage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
     async def publish(self, call: Call, *, averaged: bool = False) -> Reply[PublishedWeights]:
         """Write the weights to the store as the version of `call`'s step, with a probe.
 
-        If it is called together with the step's `learn`, it runs after that; raises what `learn` raised, or
-        TimeoutError if `learn` is not called. `averaged`: the average of the weights (`learner.ema_decay`).
+        If called together with the step's `learn`, runs after it and raises its error. `averaged` publishes the average
+        of the weights (`learner.ema_decay`). Raises TimeoutError if `learn` is never called.
         """
         self.admit(call)
         await self._wait_learned(call.step)
@@ -278,7 +277,7 @@ class LearnerFunction(TrainedFunction):
         return self.reply(published, start_s, usage)
 
     async def offers(self, call: Call, version: WeightVersion) -> Reply[bool]:
-        """Return whether `feed` can give a version: it is the current one, and no step is being learned."""
+        """Return whether `feed` can serve a version: it is the current one and no step is being learned."""
         self.admit(call)
         return self.reply(self._offers(version), time.time())
 
@@ -288,13 +287,15 @@ class LearnerFunction(TrainedFunction):
 
     @admitted
     async def feed(self, _: Call, version: WeightVersion, workers: Sequence[int]) -> CallResult[tuple[int, ...]]:
-        """See LearnerActor.feed. Returns how many workers have taken the version on each GPU; nothing if it is not
-        offered any more."""
+        """Feed the weights to engines (see LearnerActor.feed).
+
+        Returns the number of workers that took the version, per GPU; an empty tuple if it is no longer offered.
+        """
         taken: list[int] = await self._group.call_all("feed", version, tuple(workers)) if self._offers(version) else []
         return CallResult(tuple(taken))
 
     async def _wait_learned(self, step: int) -> None:
-        """Wait for the end of a step's `learn`."""
+        """Wait for a step's `learn` to finish."""
         while self._step < step:
             if self._learning is not None and self._learning[0].step == step:
                 await asyncio.shield(self._learning[1])
@@ -306,7 +307,7 @@ class LearnerFunction(TrainedFunction):
                 raise TimeoutError(f"publish: no call asked to learn step {step} within {limit_s:.0f} s") from None
 
     def admit(self, call: Call) -> None:
-        """See Function. The first call claims the store."""
+        """Admit a call (see Function). The first call claims the store."""
         super().admit(call)
         if not self._owns:
             with contextlib.suppress(OSError):  # the folder does not exist yet
@@ -314,7 +315,7 @@ class LearnerFunction(TrainedFunction):
                 self._owns = True
 
     def clean_up(self) -> None:
-        """Delete the store, whose files outlive processes, unless another incarnation has claimed it."""
+        """Delete the store, unless another incarnation has claimed it. Its files outlive processes."""
         folder = Path(self._settings.store.folder)
         with contextlib.suppress(OSError):
             if (folder / OWNER).read_text() != self.incarnation:

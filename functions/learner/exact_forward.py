@@ -1,11 +1,11 @@
 """The probe: a forward pass with the published weights, in float32.
 
-A second model of the same class holds no data. Before a decoder layer runs, its weights are gathered from the shards as
-they are published; afterwards they are dropped. The shards are not changed, and a device holds at most one layer beside
-embeddings and head.
+A second model of the same class holds no data. Before a decoder layer runs, its weights are gathered from the shards in
+published form; afterwards they are dropped. The shards are unchanged, and a device holds at most one layer in addition
+to embeddings and head.
 
 If engines quantise, the second model does too: weights and inputs of linear layers are rounded to codes. An activation
-near the border between two codes may have the other code in an engine.
+near the border between two codes may get the other code in an engine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rlhfless.spec.generation import Quantization
 from rlhfless.weights.samples import FP8
 
 Fetch = Callable[[str, torch.Tensor], torch.Tensor]
-"""(name, the model's tensor) -> the tensor to compute with, whole. Collective."""
+"""(name, the model's tensor) -> the whole tensor to compute with. Collective."""
 
 
 class ExactForward:
-    """A copy of a policy's model without parameters; it shares the policy's buffers."""
+    """A copy of a policy's model without parameters. It shares the policy's buffers."""
 
     def __init__(self, policy: PolicyNetwork, *, trust_remote_code: bool, quantization: Quantization = "off") -> None:
         self._source = policy.model
@@ -45,7 +45,7 @@ class ExactForward:
         self._owners = _owners(twin)
         self._codes = None if quantization == "off" else FP8
         self._coded = self._quantise_inputs() if self._codes is not None else set()
-        """The names of the weights in codes."""
+        """Names of the weights that are rounded to codes."""
         self._policy = dataclasses.replace(
             policy, model=twin, decoder=twin.get_decoder(), head=output_head(twin), mesh=None
         )
@@ -68,7 +68,7 @@ class ExactForward:
 
     @torch.no_grad()
     def logprobs(self, token_ids: tuple[int, ...], fetch: Fetch) -> tuple[float, ...]:
-        """Compute logprobs at temperature 1 of each token after the first, `[probe - 1]`. *Collective*."""
+        """Return logprobs `[probe - 1]` at temperature 1 of each token after the first. *Collective*."""
         tokens = torch.tensor([token_ids], device=self._policy.device)
         tensors = {name: tensor for name, tensor in named_tensors(self._source).items() if name in self._owners}
         outside = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(self._layers))}
@@ -114,7 +114,7 @@ class ExactForward:
 
 
 def _owners(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
-    """Return the modules that hold each parameter, with their name for it; a tied parameter has several."""
+    """Return the modules that hold each parameter, with their name for it. A tied parameter has several."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     owners: dict[str, list[tuple[torch.nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The declaration of the learner: the policy that is trained, with its optimiser."""
+"""Declares the learner: the policy under training, with its optimiser."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     phases = on_device(phases, terms.sheet.kind, learner.world_size, learner.copies)
     if spec.weights.transport != "cuda_ipc":
         return phases
-    # Of a layer, or one other tensor: this rank's part in float32, what is gathered, and its order for the engines.
+    # Per layer or other tensor: this rank's float32 shard, the gathered tensor, and its layout for the engines.
     whole = max(layer_parameters(terms.shape), terms.shape.head)
     part = 4 * whole // spec.learner.world_size
     gathered = MemoryPart(PUBLISHED, BUCKET_BYTES + part + 2 * DTYPE_BYTES[spec.model.dtype] * whole)
@@ -50,7 +50,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 
 
 def learner_phases(terms: MemoryTerms, tokens: int) -> tuple[MemoryPhase, ...]:
-    """The phases of a rank with micro-batches of `tokens` tokens, without what its process holds."""
+    """Return a rank's memory phases with micro-batches of `tokens` tokens, without its process overhead."""
     spec, shape, learner = terms.spec, terms.shape, terms.spec.learner
     how = sharded(learner, terms.sheet.kind)
     if spec.type == "reward_model":

@@ -21,11 +21,11 @@ from rlhfless.spec.generation import Quantization
 from rlhfless.weights.files import TensorStream
 
 LOSS_COLUMNS = declared(PackedBatch).keys() & {field.name for field in dataclasses.fields(LossInputs)}
-"""Columns of the batch that a loss reads."""
+"""Fields of the batch that a loss reads."""
 
 
 class LearnerRank(TrainingRank):
-    """See TrainingRank."""
+    """A learner rank of an RLHF run (see TrainingRank)."""
 
     _training: LearnerSpec
 
@@ -43,7 +43,7 @@ class LearnerRank(TrainingRank):
         init_method: str,
         timeout_s: float,
     ) -> None:
-        """See TrainingRank. `temperature` and `quantization` are those of the engines."""
+        """`temperature` and `quantization` are those of the engines; see TrainingRank for the rest."""
         self._algorithm = algorithm_of(algorithm)
         self._entropy_gradient = algorithm.needs.entropy_gradient
         self._temperature = temperature
@@ -70,10 +70,10 @@ class LearnerRank(TrainingRank):
         return share_logprobs(self._policy, batch, self._temperature, self._training.pass_tokens)[0]
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
-        """See TrainingRank. *Collective.*
+        """Take a training step (see TrainingRank). *Collective.*
 
-        Old logprobs that are missing are computed before the first update. The first update needs none: its old policy
-        is the current one, so a step of one update ignores old logprobs. Raises ValueError without advantages.
+        Computes missing old logprobs before the first update. The first update needs none: its old policy is the
+        current one, so a step of one update ignores old logprobs. Raises ValueError without advantages.
         """
         if batch.advantages is None:
             raise ValueError("the batch has no advantages; compute them before `learn`")
@@ -88,25 +88,25 @@ class LearnerRank(TrainingRank):
         return self._updates(parts, passes.planned_updates)
 
     def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, WeightSample]]:
-        """Stream the weights in the published dtype, by the names in a checkpoint, tied tensors once. Tensors may share
-        the learner's memory. Other ranks than 0 get an empty stream, and must exhaust it too. *Collective*.
+        """Stream the weights in the published dtype under their checkpoint names, tied tensors once. *Collective*.
 
-        The second value fills up with elements of the tensors, selected by `tokens`, which engines read back.
+        Tensors may share the learner's memory. Ranks other than 0 get an empty stream, and must exhaust it too. The
+        second value fills with elements of the tensors, selected by `tokens`, for engines to compare.
         """
         stream = published_stream(self._model, self._spec.dtype, self._policy.device)
         samples: dict[str, WeightSample] = {}
         return (sampling(stream, tokens, samples) if tokens else stream), samples
 
     def published_everywhere(self, lent: Lent | None) -> TensorStream:
-        """As `published`, on every rank, without samples. `lent` fills offloaded tensors. *Collective.*"""
-        self._policy.settle()  # an evaluation keeps gathered weights
+        """Stream the weights on every rank, without samples. `lent` fills offloaded tensors. *Collective.*"""
+        self._policy.settle()  # an evaluation leaves weights gathered
         return published_stream(self._model, self._spec.dtype, self._policy.device, everywhere=True, lent=lent)
 
     def probe_logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Compute logprobs at temperature 1 of each token after the first, `[probe - 1]`, by the published weights.
+        """Return logprobs `[probe - 1]` at temperature 1 of each token after the first, by the published weights.
 
-        Weights are rounded to the published dtype, or to the engines' codes; arithmetic is float32. An engine with
-        these weights gives the same, up to its own rounding. *Collective.*
+        Weights are rounded to the published dtype or the engines' codes; arithmetic is float32. An engine with these
+        weights returns the same values, up to its own rounding. *Collective.*
         """
 
         def fetch(_: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,6 @@ class LearnerRank(TrainingRank):
     def _loss(
         self, batch: PackedBatch, packed: PackedSegments | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See TrainingRank."""
         current = response_logprobs(
             self._policy, batch, self._temperature, packed, entropy_gradient=self._entropy_gradient
         )

@@ -21,7 +21,7 @@ from rlhfless.spec import AdamWSpec, DPOSpec, LearnerSpec, ModelSpec, RunType
 
 
 class SupervisedRank(TrainingRank):
-    """See TrainingRank. Its batches are of rlhfless.algorithms.supervised."""
+    """A rank of a supervised learner (see TrainingRank), with batches of rlhfless.algorithms.supervised."""
 
     _training: LearnerSpec
 
@@ -38,7 +38,6 @@ class SupervisedRank(TrainingRank):
         init_method: str,
         timeout_s: float,
     ) -> None:
-        """See TrainingRank."""
         self._type = run_type
         self._objective = objective_of(run_type, dpo, learner.dtype)
         super().__init__(
@@ -58,18 +57,20 @@ class SupervisedRank(TrainingRank):
 
     @property
     def _outputs(self) -> Outputs:
-        """The output for each learned token: its logprob, or the score of its sequence."""
+        """The output per learned token: its logprob, or the score of its sequence."""
         return values_of(self._policy) if self._type == "reward_model" else logprob_outputs(self._policy, 1.0)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
-        """Compute outputs `[tokens]` of the whole batch, 0 on tokens that are not learned, on every rank, with the
-        average of the weights, if there is one. *Collective.*"""
+        """Compute outputs `[tokens]` of the whole batch, 0 on tokens that are not learned, on every rank. *Collective.*
+
+        Uses the average of the weights if there is one.
+        """
         with self.averaged():
             values, _ = share_outputs(self._policy, batch, self._outputs, self._training.pass_tokens)
             return all_reduce_rows(self._policy, values)
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
-        """See TrainingRank. *Collective.*"""
+        """Take a training step (see TrainingRank). *Collective.*"""
         return self._updates(passes.over(batch), passes.planned_updates)
 
     def _weight(self, batch: PackedBatch) -> int:
@@ -88,7 +89,6 @@ class SupervisedRank(TrainingRank):
     def _loss(
         self, batch: PackedBatch, packed: PackedSegments | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See TrainingRank."""
         outputs, *_ = response_outputs(self._policy, batch, self._outputs, packed)
         of_tokens, reference = partial(self._of_responses, batch), batch.reference_logprobs
         inputs = SupervisedInputs(

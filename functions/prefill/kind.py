@@ -1,4 +1,4 @@
-"""The declaration of prefill: engines like those of generation, which compute prompts and draw nothing."""
+"""Declares prefill: engines like those of generation that compute prompts and generate nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of a rank's Ray actor: devices, signs of life, rendezvous, sleep."""
+"""The base class of a rank's Ray actor: devices, liveness, rendezvous, sleep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Asleep(RuntimeError):
-    """The rank sleeps: its tensors are in the host's memory."""
+    """Raised while the rank sleeps: its tensors are in host memory."""
 
 
 S = TypeVar("S", bound=DistributedSettings)
@@ -42,11 +42,11 @@ class RankActor(Generic[S]):
     named = ""
     """Name of the function in errors."""
     phases: ClassVar[Mapping[str, str]] = {}
-    """The methods of `_rank` that `call` may call, with their phase of the memory plan."""
+    """Methods of `_rank` that `call` may call, with their phase in the memory plan."""
     _rank: Any
-    """The model of this rank; set by `_load`."""
+    """This rank's model; set by `_load`."""
     _offload: HostOffload | None = None
-    """Made by the first sleep."""
+    """Created by the first sleep."""
 
     def __init__(self, settings: S, rank: int) -> None:
         settings.rank_bindings[rank].bind()
@@ -58,7 +58,7 @@ class RankActor(Generic[S]):
 
     @ray.method(concurrency_group="signs_of_life")
     def alive(self) -> None:
-        """Answer also while the rank computes."""
+        """Answer, even while the rank computes."""
 
     def node(self) -> str:
         """Return the address of this rank's node."""
@@ -66,27 +66,26 @@ class RankActor(Generic[S]):
 
     @property
     def shares_device_memory(self) -> bool:
-        """Whether other processes read this rank's GPU memory."""
+        """Return whether other processes read this rank's GPU memory."""
         return False
 
     @property
     def reaches_other_nodes(self) -> bool:
-        """Whether the rank joins process groups with other nodes, apart from the group of its ranks."""
+        """Return whether the rank joins process groups across nodes, in addition to its ranks' group."""
         return False
 
     @property
     def _node_id(self) -> str:
-        """Ray's id of this rank's node."""
+        """Ray's ID of this rank's node."""
         return self._settings.rank_bindings[self._number].node
 
     def rendezvous(self, on_one_node: bool) -> str:
-        """Return an address for the ranks' rendezvous on this node: on loopback if no other node has a rank."""
+        """Return an address on this node for the ranks' rendezvous; loopback if all ranks are on this node."""
         host = LOOPBACK if on_one_node else self.node()
         return f"tcp://{host}:{free_port(host)}"
 
     def start(self, address: str, on_one_node: bool) -> None:
-        """Join the other ranks and load the model. Raises NoCuda on a node whose GPUs it does not reach.
-        *Collective.*"""
+        """Join the other ranks and load the model. Raises NoCuda if the node's GPUs are unreachable. *Collective.*"""
         binding = self._settings.rank_bindings[self._number]
         binding.require_usable()
         if binding.kind == "cuda":
@@ -104,41 +103,41 @@ class RankActor(Generic[S]):
         raise NotImplementedError
 
     def call(self, method: str, *arguments: object, **keywords: object) -> Any:
-        """Call a method of the rank's model in its phase. *Collective.*"""
+        """Call a method of the rank's model in its memory phase. *Collective.*"""
         with self._at_work(self.phases[method]):
             return getattr(self._rank, method)(*arguments, **keywords)
 
     def kept_on_device(self) -> Iterable[torch.Tensor]:
-        """Return all tensors on the device between two calls. None: the rank cannot sleep."""
+        """Return all tensors on the device between two calls. Empty: the rank cannot sleep."""
         return ()
 
     def sleep(self) -> Slept:
-        """Offload the rank's tensors to the host's memory. Idempotent."""
+        """Offload the rank's tensors to host memory. Idempotent."""
         from rlhfless.functions.host_offload import HostOffload, held_bytes
         from rlhfless.functions.sharding import default_device
 
         device = default_device()
         before = held_bytes(device)
-        if self._offload is None:  # the tensors are the same ones for the life of the rank
+        if self._offload is None:  # the tensors stay the same for the life of the rank
             self._offload = HostOffload(self.kept_on_device())
         self._offload.offload()
         held = held_bytes(device)
         return Slept(SleepTier.HOST, max(before - held, 0), held)
 
     def wake(self) -> None:
-        """Move the tensors back. Idempotent."""
+        """Move the tensors back to the device. Idempotent."""
         if self._offload is not None:
             with self._naming_memory_errors("wake"):
                 self._offload.restore()
 
     @property
     def _threads(self) -> int:
-        """Threads of a rank with cores of its own."""
+        """Threads of a rank with its own cores."""
         return len(self._settings.rank_bindings[self._number].ids)
 
     @contextlib.contextmanager
     def _at_work(self, phase: str) -> Iterator[None]:
-        """Report a lack of memory with its phase. Raises Asleep while the rank sleeps."""
+        """Name the phase in out-of-memory errors. Raises Asleep while the rank sleeps."""
         if self._offload is not None and self._offload.offloaded:
             raise Asleep(f"{self.named} rank {self._number} sleeps, and cannot {phase}; wake it first")
         with self._naming_memory_errors(phase):

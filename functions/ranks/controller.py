@@ -1,13 +1,13 @@
-"""The controller of a function whose work is done by ranks, and its calls of all ranks.
+"""The controller of a function that runs on ranks, and its calls to all ranks.
 
-The Serve replica is the controller and imports no torch; ranks are plain Ray actors that form a torch.distributed group
-and share the model's parameters. One rank takes the same path as many. Each call goes to all ranks, and a rank works on
-its share of the sequences.
+The Serve replica is the controller and imports no torch. Ranks are plain Ray actors that form a torch.distributed group
+and shard the model's parameters; a single rank takes the same path as several. Each call goes to all ranks, and each
+rank computes its share of the sequences.
 
-Ranks wait for each other inside collective operations. When one raises, dies or hangs, the others notice late, with a
-network error, or never. So the first failure ends the wait. After a short grace period, in which the original failure
-may still arrive, all ranks are killed and that failure is named. An error that all ranks raise alike, such as a refused
-argument, leaves them in step, and they go on. After a lost rank the fleet starts a new replica.
+Ranks wait for each other inside collective operations. When a rank raises, dies or hangs, the others notice late, with
+a network error, or never. So the first failure ends the wait. After a short grace period for the original failure to
+arrive, all ranks are killed and the error names that failure. An error that all ranks raise alike, such as a refused
+argument, leaves them in step, and they continue. After a lost rank the fleet starts a new replica.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.util.errors import UserError, class_and_line, first_line
 
 GRACE_S = 10.0
-"""The wait for failures of other ranks after the first: Ray reports a killed process after 1 to 5 seconds, and gloo's
-ranks see its connections closed before that."""
+"""Wait after the first failure for those of other ranks. Ray reports a killed process after 1 to 5 seconds; gloo ranks
+see its closed connections earlier."""
 
 _OF_NETWORK = ("gloo", "nccl", "connection", "socket", "broken pipe", "timed out", "timeout")
-"""Words in the errors of a rank that waits for another one (torch's backends have no type of error in common)."""
+"""Words in the errors of a rank that waits for another (torch's backends share no error type)."""
 
 
 class RankGroup:
-    """Rank actors, in order. `function`: its name in errors."""
+    """Rank actors in order. `function` is its name in errors."""
 
     def __init__(self, ranks: Sequence[Any], limit_s: float, function: str) -> None:
         self.ranks = tuple(ranks)
@@ -52,18 +52,20 @@ class RankGroup:
         self._broken: BaseException | None = None
 
     async def call_all(self, method: str, *arguments: object, limit_s: float | None = None) -> list[Any]:
-        """Call a method of every rank actor; return the answers in order. Raises what `_judge` returns, also after
-        `limit_s`, by default the group's limit."""
+        """Call a method of every rank actor; return the answers in order.
+
+        Raises the error of `_judge`, also after `limit_s` (default: the group's limit).
+        """
         calls = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
         return await self._answers(method, calls, limit_s or self._limit_s)
 
     async def call(self, method: str, *arguments: object, **keywords: object) -> list[Any]:
-        """Call a method of every rank's model (RankActor.call); otherwise as `call_all`."""
+        """Call a method of every rank's model (RankActor.call). Otherwise like `call_all`."""
         calls = [rank.call.remote(method, *arguments, **keywords) for rank in self.ranks]
         return await self._answers(method, calls, self._limit_s)
 
     async def call_rank0(self, method: str, *arguments: object) -> Any:
-        """Call a method of rank 0 alone."""
+        """Call a method of rank 0 only."""
         return (await self._answers(method, [getattr(self.ranks[0], method).remote(*arguments)], self._limit_s))[0]
 
     def end(self) -> None:
@@ -85,13 +87,13 @@ class RankGroup:
                 task.cancel()
         if not causes and not late:
             return [task.result() for task in tasks]
-        # Concurrent calls fail because the ranks were killed; all of them raise the first reason.
+        # Concurrent calls fail because the ranks were killed; all raise the first reason.
         raise self._broken or self._judge(method, causes, late, len(tasks), limit_s)
 
     def _judge(
         self, method: str, failures: Mapping[int, BaseException], late: list[int], asked: int, limit_s: float
     ) -> BaseException:
-        """Return the ranks' error if all raised the same kind, which leaves them in step; else kill the ranks."""
+        """Return the ranks' error if all raised the same kind, which leaves them in step; otherwise kill the ranks."""
         causes = {number: _cause(error) for number, error in failures.items()}
         if len(failures) == asked and all(map(_raised, failures.values())):
             kinds = {type(cause) for cause in causes.values()}
@@ -109,7 +111,7 @@ class RankGroup:
         late: list[int],
         limit_s: float,
     ) -> BaseException:
-        """Return the error that the user can correct, or FunctionBroken, which names the first rank that failed."""
+        """Return an error that the user can correct, or else FunctionBroken naming the first rank that failed."""
         if not causes:
             ranks = ", ".join(map(str, late))
             return FunctionBroken(
@@ -127,7 +129,7 @@ class RankGroup:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error that the method raised, or else the error of the call."""
+    """Return the error that the method raised, or the error of the call."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
@@ -149,17 +151,17 @@ def _of_network(cause: BaseException) -> bool:
 
 
 SILENT_SHARE = 0.5
-"""Share of a lease in which every rank must answer. Drivers ask four times in a lease, and give up a replica that is
-silent for a whole lease."""
+"""Share of a lease within which every rank must answer. Drivers ask four times per lease, and give up on a replica that
+is silent for a whole lease."""
 
 
 class DistributedFunction(Function):
     """Starts a rank actor for each of `settings.rank_bindings`. Serve awaits the constructor."""
 
     named: str
-    """The function, in errors."""
+    """Name of the function in errors."""
     actor: ClassVar[type]
-    """The class of a rank's actor: a RankActor."""
+    """Class of the rank actors, a RankActor."""
 
     async def __init__(self, settings: DistributedSettings) -> None:  # type: ignore[misc]
         super().__init__(settings)
@@ -179,25 +181,27 @@ class DistributedFunction(Function):
             "num_gpus": 0,
             "label_selector": {NODE_LABEL: settings.rank_bindings[rank].node},
             "max_restarts": 0,
-            # Threads for calls that a computing rank must answer.
+            # Threads for calls that must be answered while the rank computes.
             "concurrency_groups": {"signs_of_life": 1, "waits": 1},
         }
         make: Any = ray.remote(**options)  # type: ignore[call-overload]  # Ray's types do not know every option
         return make(self.actor_of(settings)).remote(settings, rank)
 
     def actor_of(self, settings: Any) -> type:  # noqa: ARG002 - an override may need it
-        """The class of a rank's actor."""
+        """Return the class of the rank actors."""
         return self.actor
 
     @admitted
     async def describe(self, _: Call) -> CallResult[ReplicaInfo]:
-        """Describe this replica; `pids` are the ranks'. Raises FunctionBroken if a rank is lost."""
+        """Return this replica's info with the ranks' PIDs. Raises FunctionBroken if a rank is lost."""
         pids = await self._group.call_all("pid")
         return CallResult(self.info(tuple(pids), self._step_of_weights))
 
     async def _per_token(self, batch: PackedBatch) -> CallResult[FloatArray]:
-        """Compute a per-token output `[tokens]`. Rank 0 has the values of all ranks; each rank counts the prompt
-        tokens that its sequences shared."""
+        """Return a per-token output `[tokens]`.
+
+        Rank 0 returns the values of all ranks; each rank counts its own shared prompt tokens.
+        """
         answers: list[tuple[FloatArray | None, int]] = await self._group.call_all("compute", ray.put(batch))
         (values,) = (values for values, _ in answers if values is not None)
         shared_tokens = sum(shared for _, shared in answers)
@@ -206,12 +210,12 @@ class DistributedFunction(Function):
 
     @property
     def _step_of_weights(self) -> int:
-        """The last training step of its weights."""
+        """The last training step of the weights."""
         return 0
 
     @admitted
     async def renew(self, _: Call) -> CallResult[None]:
-        """See Function.renew. Waits for all ranks; raises FunctionBroken after SILENT_SHARE of a lease."""
+        """Renew the lease (see Function.renew) once all ranks answer. Raises FunctionBroken after SILENT_SHARE."""
         if self._looking is None or self._looking.done():
             # Shorter than the driver's limit, so that the error names the rank.
             limit_s = self._lease_s * SILENT_SHARE
@@ -221,19 +225,19 @@ class DistributedFunction(Function):
 
     @admitted
     async def sleep(self, call: Call, tier: SleepTier) -> CallResult[Slept]:  # noqa: ARG002
-        """See Function.sleep. The tier is HOST always: the ranks' state is nowhere else."""
+        """Offload all ranks. The tier is always HOST: the ranks' state is nowhere else."""
         slept: list[Slept] = await self._group.call_all("sleep")
         freed, held = sum(each.freed_bytes for each in slept), sum(each.held_bytes for each in slept)
         return CallResult(Slept(SleepTier.HOST, freed, held))
 
     @admitted
     async def wake(self, _: Call) -> CallResult[None]:
-        """See Function.wake."""
+        """Wake all ranks (see Function.wake)."""
         await self._group.call_all("wake")
         return CallResult(None)
 
     @admitted
     async def stop(self, _: Call) -> CallResult[None]:
-        """Kill the ranks; the controller cannot work after that."""
+        """Kill the ranks. The controller is unusable afterwards."""
         self._group.end()
         return CallResult(None)

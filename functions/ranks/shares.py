@@ -1,4 +1,4 @@
-"""Outputs of a network over its ranks, each of which computes its share of the sequences."""
+"""Outputs of a network over its ranks, where each rank computes its share of the sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhfless.records import FloatArray, IntArray
 
 
 def share_of(policy: PolicyNetwork, batch: PackedBatch, budget_tokens: int) -> IntArray:
-    """Return this rank's sequences `[share]`; all ranks have equal work."""
+    """Return this rank's sequences `[share]`, dealt for equal work on all ranks."""
     ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
     return deal(batch, budget_tokens, ranks, packing=policy.packing)[rank]
 
@@ -30,8 +30,10 @@ def share_logprobs(
 def share_outputs(
     policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget_tokens: int
 ) -> tuple[FloatArray, int]:
-    """Compute the first output `[tokens]` of a head for this rank's sequences, 0 on prompt tokens and on the tokens of
-    other ranks; and count the prompt tokens that were not computed, because of a shared prefix. *Collective*."""
+    """Compute the first output `[tokens]` of a head for this rank's sequences. *Collective*.
+
+    It is 0 on prompt tokens and on other ranks' tokens. Also returns the prompt tokens that a shared prefix saved.
+    """
     share = share_of(policy, batch, budget_tokens)
     own = select(batch, share)
     parts = cut(own, budget_tokens, packing=policy.packing)
@@ -42,11 +44,10 @@ def share_outputs(
 
 
 def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget_tokens: int) -> tuple[FloatArray, int]:
-    """Compute the first of `outputs` `[tokens]` of the whole batch, 0 on prompt tokens, on every rank; and count the
-    prompt tokens of this rank's share that were not computed, because of a shared prefix. *Collective.*
+    """Compute the first of `outputs` `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*
 
-    A rank computes whole groups, each alone: results are bitwise independent of batch composition, so a repeated step
-    learns the same.
+    A rank computes whole groups, one at a time, so results are bitwise independent of batch composition and a repeated
+    step learns the same. Also returns the prompt tokens of this rank's share that a shared prefix saved.
     """
     parts: list[MicroBatch] = []
     saved = 0
@@ -59,7 +60,7 @@ def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget
 
 
 def _groups_of_rank(policy: PolicyNetwork, batch: PackedBatch) -> list[IntArray]:
-    """Return the sequences of each group of this rank. Groups are dealt from the largest on, for equal work."""
+    """Return the sequences of each group of this rank. Groups are dealt largest first, for equal work."""
     ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
     groups = batch.sequence_groups
     order = np.argsort(-np.bincount(groups, batch.lengths), kind="stable")[rank::ranks]
@@ -67,7 +68,7 @@ def _groups_of_rank(policy: PolicyNetwork, batch: PackedBatch) -> list[IntArray]
 
 
 def all_reduce_rows(policy: PolicyNetwork, values: FloatArray) -> FloatArray:
-    """Sum values over the ranks: those of shares become those of the batch. *Collective*."""
+    """Sum values over the ranks, which combines shares into the whole batch. *Collective*."""
     if policy.mesh is None:
         return values
     everything = torch.from_numpy(values).to(policy.device)

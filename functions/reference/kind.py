@@ -1,4 +1,4 @@
-"""The declaration of the reference: logprobs of samples under the policy as it was before training."""
+"""Declares the reference: logprobs of samples under the policy from before training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 
 
 def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPhase:
-    """One rank of a frozen model of these sizes on the learner's path (rlhfless.functions.reference.model)."""
+    """Return the phase of one rank of a frozen model of this shape (rlhfless.functions.reference.model)."""
     learner = terms.spec.learner
     chunk = learner.logits_elements or LOGITS_CHUNK_ELEMENTS
     tokens = terms.micro_batch_tokens

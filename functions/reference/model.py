@@ -1,4 +1,4 @@
-"""A frozen policy as a network, on the learner's own path, so that logprobs differ by weights alone."""
+"""A frozen policy that runs on the learner's path, so that logprobs differ only by the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhfless.spec import ModelSpec
 
 
 class FrozenPolicy:
-    """Logprobs under the model of the spec, as it was before training. See PerTokenWorker."""
+    """Computes logprobs under the spec's model from before training (a PerTokenWorker)."""
 
     def __init__(self, settings: PerTokenSettings, threads: int, mesh: DeviceMesh | None = None) -> None:
         torch.set_num_threads(threads)
@@ -33,15 +33,13 @@ class FrozenPolicy:
 
     @staticmethod
     def model_of(settings: PerTokenSettings) -> ModelSpec:
-        """The model that is loaded."""
+        """Return the spec of the model to load."""
         return settings.model
 
     def kept_on_device(self) -> Iterator[torch.Tensor]:
-        """See PerTokenWorker."""
         return kept_by(self._policy.model)
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
-        """See PerTokenWorker.compute."""
         settings = self._settings
         logprobs = logprob_outputs(self._policy, settings.temperature)
         return by_group(self._policy, batch, logprobs, settings.micro_batch_tokens)

@@ -1,4 +1,4 @@
-"""The reward model function: the part of scoring that runs a network, on devices of its own."""
+"""The reward model function: the part of scoring that runs a network, on its own devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelSettings(DistributedSettings):
-    """The settings of a reward model replica."""
+    """Settings of a reward model replica."""
 
     rewards: tuple[RewardModelSpec, ...]
     on_failure: OnFailure
@@ -50,14 +50,16 @@ class RewardModelActor(RankActor[RewardModelSettings]):
             yield from model.kept_on_device()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Mapping[int, Outcome]]:
-        """By reward model: see RewardModel.share. *Collective.*"""
+        """Return outcomes per reward model (see RewardModel.share). *Collective.*"""
         with self._at_work("score"):
             return [model.share(samples) for model in self._models]
 
 
 class RewardModelFunction(DistributedFunction):
-    """One replica with all reward models of the run, each split over its ranks. Its calls raise RewardError if one
-    cannot be used."""
+    """One replica with all reward models of the run, each split over its ranks.
+
+    Calls raise RewardError if a model is unusable.
+    """
 
     named = "reward model"
     actor = RewardModelActor
@@ -68,7 +70,7 @@ class RewardModelFunction(DistributedFunction):
 
     @staticmethod
     def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> RewardModelSettings:
-        """The settings of a replica in an allocation whose devices are bound."""
+        """Return a replica's settings for an allocation with bound devices."""
         return RewardModelSettings(
             run_id=launch.run_id,
             lease=launch.lease,
@@ -81,10 +83,10 @@ class RewardModelFunction(DistributedFunction):
 
     @admitted
     async def score(self, _: Call, groups: Sequence[Group]) -> CallResult[list[list[Score]]]:
-        """The reward models' part of every sample's score, in their order."""
+        """Return the reward models' part of every sample's score, in sample order."""
         samples = samples_of(groups)
         rewards = self._settings.rewards
-        # By rank and reward model, the outcomes of the rank's share by the index of their sample.
+        # By rank, then reward model: outcomes of the rank's share by sample index.
         shares: list[list[Mapping[int, Outcome]]] = await self._group.call_all("score", ray.put(samples))
         columns = [_in_order(of_ranks, len(samples)) for of_ranks in zip(*shares, strict=True)]
         weights = {spec.label: spec.weight for spec in rewards}

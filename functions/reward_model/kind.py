@@ -1,4 +1,4 @@
-"""The declaration of the reward models: the part of scoring that runs networks."""
+"""Declares the reward models: the part of scoring that runs networks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _wanted(spec: RunSpec) -> ReplicaRequest | None:
 
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
-    """The phases of the reward models whose sizes are known."""
+    """Return the memory phases of the reward models with known sizes."""
     models = [Scored(of, max(part.micro_batch_tokens, part.max_tokens), part.dtype) for part, of in terms.rewards]
     ranks = count_of(terms.spec.scoring.reward_model_ranks)
     return on_device([score_phase(models, ranks)], terms.sheet.kind, ranks)

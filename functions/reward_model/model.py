@@ -1,9 +1,9 @@
 """A sequence-classification model with one label as a reward.
 
-The score is read at a sequence's last token, which is found by its length, whatever token it is. It depends on its own
-sequence alone: sequences are padded on the right under a mask, so neighbours change it by rounding at most. The model
-may be split over ranks (rlhfless.functions.sharding), each of which scores its share of the sequences; all of them run
-as many forward passes.
+The score is read at a sequence's last token, found by length regardless of the token. It depends only on its own
+sequence: sequences are padded on the right under a mask, so neighbours change it by rounding at most. The model may be
+split over ranks (rlhfless.functions.sharding); each scores its share of the sequences, and all ranks run the same
+number of forward passes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ from rlhfless.util.errors import first_line
 log = logging.getLogger(__name__)
 
 _POSITIONS = re.compile(r"position|wpe")
-"""In the names of learned tables of positions: `wpe` (GPT-2), `embed_positions` (OPT), `position_embeddings` (BERT)."""
+"""Matches names of learned position tables: `wpe` (GPT-2), `embed_positions` (OPT), `position_embeddings` (BERT)."""
 
 
 class RewardModel:
-    """Loads `spec.path`; with a mesh, this rank's part of it. Raises RewardError if weights are missing, odd or not
-    finite, or its head has not one label. *Collective* with a mesh."""
+    """Loads `spec.path`; with a mesh, this rank's shard. *Collective* with a mesh.
+
+    Raises RewardError if weights are missing, unexpected or not finite, or the head does not have one label.
+    """
 
     def __init__(self, spec: RewardModelSpec, *, threads: int, mesh: DeviceMesh | None = None) -> None:
         torch.set_num_threads(threads)
@@ -84,21 +86,23 @@ class RewardModel:
         tables = (table for name, table in model.named_modules() if isinstance(table, torch.nn.Embedding)
                   and _POSITIONS.search(name))  # fmt: skip
         self._positions = min((table.num_embeddings for table in tables), default=math.inf)
-        """Tokens that it can take, where it has learned a table of them."""
+        """Most tokens per sequence, if the model has a learned position table."""
         if reason := ignored_by_sdpa(self._model, lambda: self._forward([[0] * 8])):
             log.warning("reward model %r is computed with eager attention, because sdpa has no %s", spec.path, reason)
             self._model.set_attn_implementation("eager")
         self._pads = self._scores_padded_sequences()
 
     def _scores_padded_sequences(self) -> bool:
-        """Whether padding leaves a score as it is. It does not in a model that scores the last position of a row, such
-        as XLNet, whose sequences are padded on the left. *Collective* with a mesh."""
+        """Return whether padding leaves scores unchanged. *Collective* with a mesh.
+
+        It changes them in models that score the last position of a row, such as XLNet with its left padding.
+        """
         short, long = ([number % self._vocabulary for number in range(1, 1 + length)] for length in (3, 8))
         (alone,), (_, padded) = self._forward([short]), self._forward([long, short])
         if self._mesh is not None:
             sharding.settle(self._model)
         if isinstance(alone, Failed) or isinstance(padded, Failed):
-            return True  # samples will say what is wrong
+            return True  # scoring the samples will report the error
         limit = CHECK_TOLERANCE[TORCH_DTYPES[self._spec.dtype]] * max(abs(alone), abs(padded))
         if abs(alone - padded) <= limit:
             return True
@@ -106,17 +110,19 @@ class RewardModel:
         return False
 
     def score(self, samples: Sequence[RewardSample]) -> list[Outcome | None]:
-        """One outcome per sample, in their order, None if it is not for it; of a model that is not split."""
+        """Return an outcome per sample in order, None if the reward does not apply. Only for an unsplit model."""
         outcomes = self.share(samples)
         return [outcomes.get(index) for index in range(len(samples))]
 
     def kept_on_device(self) -> Iterator[torch.Tensor]:
-        """Its parameters and buffers."""
+        """Return the model's parameters and buffers."""
         return kept_by(self._model)
 
     def share(self, samples: Sequence[RewardSample]) -> dict[int, Outcome]:
-        """Outcomes by the index of their sample: of this rank's share, which is all of them without a mesh; and on
-        every rank of those that cannot be written for the model. *Collective*."""
+        """Return outcomes by sample index for this rank's share (all samples without a mesh). *Collective*.
+
+        Samples that cannot be formatted for the model are reported on every rank.
+        """
         outcomes: dict[int, Outcome] = {}
         sequences: dict[int, list[int]] = {}
         for index, sample in enumerate(samples):
@@ -124,7 +130,7 @@ class RewardModel:
                 continue
             try:
                 sequences[index] = self._tokens(sample)
-            except Exception as error:  # templates are programs of the model's author, and raise what they like
+            except Exception as error:  # templates are code of the model's author, and may raise anything
                 outcomes[index] = Failed(f"cannot be written for {self._spec.path!r}: {type(error).__name__}: {error}")
         for batch in self._passes({i: len(ids) for i, ids in sequences.items()}):
             values = self._forward([sequences[index] for index in batch] or [[0]])
@@ -134,18 +140,20 @@ class RewardModel:
         return outcomes
 
     def _passes(self, lengths: Mapping[int, int]) -> list[list[int]]:
-        """The batches of this rank, longest first, and as many empty ones as it takes for all ranks to have the same
-        number. Every rank knows all lengths, so that they agree without asking."""
+        """Return this rank's batches, longest first, padded with empty ones to the same number on all ranks.
+
+        Every rank knows all lengths, so they agree without communication.
+        """
         ranks, rank = (1, 0) if self._mesh is None else (self._mesh.size(), self._mesh.get_local_rank())
         order = sorted(lengths, key=lambda index: -lengths[index])
         shares = [{index: lengths[index] for index in order[number::ranks]} for number in range(ranks)]
-        # Fewer rows than there are tokens: one of them ends no sequence, and pads.
+        # Fewer rows than tokens in the vocabulary, so that some token ends no sequence and can pad.
         limits = self._spec.micro_batch_tokens, max(self._vocabulary - 1, 1)
         passes = [list(_batches(share, *limits, one_length=not self._pads)) for share in shares]
         return passes[rank] + [[]] * (max(map(len, passes)) - len(passes[rank]))
 
     def _tokens(self, sample: RewardSample) -> list[int]:
-        """The sequence to score; its end if it is too long."""
+        """Return the tokens to score; only the end of a sequence that is too long."""
         field = self._spec.prompt_field
         prompt = sample.prompt if field is None else field_value(sample.columns, field)
         if self._spec.chat_template:
@@ -166,9 +174,11 @@ class RewardModel:
         return ids
 
     def _padding(self, sequences: Sequence[list[int]]) -> int:
-        """A token that ends no sequence, and is in none if possible. transformers takes a sequence's score where the
-        last token is that is not `pad_token_id`: with a token of the text, such as an end-of-sequence token that also
-        pads, that would be another one than the last."""
+        """Return a padding token that ends no sequence and, if possible, is in none.
+
+        transformers scores the last token other than `pad_token_id`. If a token of the text pads as well, such as the
+        end-of-sequence token, that is not the sequence's last token.
+        """
         inside, last = set().union(*sequences), {ids[-1] for ids in sequences}
         own = self._tokenizer.pad_token_id
         tokens = [*([] if own is None or own >= self._vocabulary else [own]), *range(self._vocabulary)]
@@ -187,7 +197,7 @@ class RewardModel:
         try:
             logits = self._model(input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)).logits
         except (RuntimeError, IndexError, ValueError) as error:
-            if self._mesh is not None:  # the other ranks wait inside of the pass, which cannot be done in parts
+            if self._mesh is not None:  # the other ranks wait inside the pass, which cannot be split
                 raise
             if len(sequences) > 1:
                 return [outcome for ids in sequences for outcome in self._forward([ids])]
@@ -202,7 +212,7 @@ class RewardModel:
 def _batches(
     lengths: Mapping[int, int], most_tokens: int, most_rows: int, *, one_length: bool = False
 ) -> Iterator[list[int]]:
-    """Sequences by length, longest first, in batches whose padded size is at most `most_tokens` (or one sequence)."""
+    """Yield batches of sequences, longest first, with a padded size of at most `most_tokens` (or one sequence)."""
     batch: list[int] = []
     width = 0
     for index in sorted(lengths, key=lambda index: -lengths[index]):

@@ -1,6 +1,6 @@
 """The scoring function: rewards of complete groups, on CPU cores.
 
-All groups of one call are scored together, so a batch reward sees them in one list.
+All groups of a call are scored together, so a batch reward sees them in one list.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from rlhfless.spec.imports import add_import_paths, import_paths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringSettings(FunctionSettings):
-    """The settings of a scoring replica."""
+    """Settings of a scoring replica."""
 
     rewards: tuple[RewardSpec, ...]
     scoring: ScoringSpec
     binding: DeviceBinding
     import_paths: tuple[str, ...] = ()
-    """Folders from which to import the user's rewards: the driver's own `sys.path`."""
+    """Folders to import the user's rewards from: the driver's own `sys.path`."""
 
 
 class ScoringFunction(Function):
-    """One scoring replica."""
+    """A scoring replica."""
 
     @staticmethod
     def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> ScoringSettings:  # noqa: ARG004
-        """The settings of a replica in an allocation whose devices are bound."""
+        """Return a replica's settings for an allocation with bound devices."""
         return ScoringSettings(
             run_id=launch.run_id,
             lease=launch.lease,
@@ -52,22 +52,21 @@ class ScoringFunction(Function):
         self._rewards = Rewards(settings.rewards, settings.scoring)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """The description of this replica. The first call starts its workers; raises RewardError if a reward cannot be
-        made."""
+        """Describe this replica. The first call starts its workers; raises RewardError if a reward cannot be built."""
         self.admit(call)
         start_s = time.time()
         await self._rewards.start()
         return self.reply(self.info(self._rewards.pids), start_s)
 
     async def stop(self, call: Call) -> Reply[None]:
-        """End the workers."""
+        """Stop the workers."""
         self.admit(call)
         start_s = time.time()
         self._rewards.close()
         return self.reply(None, start_s)
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
-        """The score of every sample of every group, in their order. A reward that fails marks its sample."""
+        """Return the score of every sample of every group, in order. A failed reward marks its sample."""
         self.admit(call)
         start_s = time.time()
         scores = await score_groups(self._rewards, groups)
@@ -77,17 +76,17 @@ class ScoringFunction(Function):
 
 
 async def score_groups(rewards: Rewards, groups: Sequence[Group]) -> list[list[Score]]:
-    """Scores per group, in the order of its samples. A reward that fails marks its sample."""
+    """Return scores per group, in sample order. A failed reward marks its sample."""
     return by_group(await rewards.score(samples_of(groups)), groups)
 
 
 def samples_of(groups: Sequence[Group]) -> list[RewardSample]:
-    """All samples, group by group, in the form that rewards get."""
+    """Return all samples, group by group, in the form that rewards receive."""
     return [_sample(group.prompt, sample) for group in groups for sample in group.samples]
 
 
 def by_group(scores: Sequence[Score], groups: Sequence[Group]) -> list[list[Score]]:
-    """The scores of `samples_of(groups)`, per group."""
+    """Split the scores of `samples_of(groups)` by group."""
     left = iter(scores)
     return [[next(left) for _ in group.samples] for group in groups]
 

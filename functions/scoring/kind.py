@@ -1,4 +1,4 @@
-"""The declaration of scoring: rewards that are computed on CPU cores."""
+"""Declares scoring: rewards computed on CPU cores."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
       run.json                                      the run's notes
 
 Any number of ranks can read the state. A folder is written under a temporary name, synced and renamed, so a checkpoint
-with its final name is complete. In an object store each rank uploads its files, and run.json, which completes a
-checkpoint, comes last. A failure on one rank is an error on all.
+with its final name is complete. In an object store each rank uploads its files, and run.json comes last: it marks the
+checkpoint as complete. A failure on one rank raises on all.
 
 All functions are collective, on a separate process group (`Savers`), so they may run in a thread during learning.
 """
@@ -44,7 +44,7 @@ WEIGHTS_FILE = "model.safetensors"
 log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
-"""End of the name of a checkpoint that is being written."""
+"""Suffix of a checkpoint that is being written."""
 
 T = TypeVar("T")
 
@@ -55,11 +55,11 @@ class Savers:
 
     group: dist.ProcessGroup
     phase: str = "nothing"
-    """The part of a checkpoint that is being written, or was written last."""
+    """The part of a checkpoint being written, or written last."""
 
     @classmethod
     def of(cls, timeout_s: float) -> Savers:
-        """A process group of all ranks. *Collective*."""
+        """Create a process group of all ranks. *Collective*."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert group is not None
         return cls(group)
@@ -75,21 +75,21 @@ class Savers:
         return values
 
     def together(self, phase: str, action: Callable[[], T]) -> T:
-        """Run `action` on every rank; a failure on one rank is an error on all. *Collective*."""
+        """Run `action` on every rank; a failure on one rank raises on all. *Collective*."""
         self.phase = phase
         value, failure, cause = None, None, None
         try:
             value = action()
-        except (Exception, CheckpointException) as error:  # file systems and object stores have errors of their own
+        except (Exception, CheckpointException) as error:  # file systems and object stores raise errors of their own
             failure, cause = f"{type(error).__name__}: {_first_failure(error)}", error
         if first := next((text for text in self.all(failure) if text), None):
             raise _RankFailed(first) from cause
-        return value  # type: ignore[return-value]  # it is set, or something was raised
+        return value  # type: ignore[return-value]  # set unless an error was raised
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """The contents of a checkpoint."""
+    """What a checkpoint holds."""
 
     model: PreTrainedModel
     spec: ModelSpec
@@ -129,8 +129,10 @@ def write_files(folder: Path, spec: ModelSpec, model: PreTrainedModel) -> None:
 
 
 def try_files(spec: ModelSpec, model: PreTrainedModel, savers: Savers) -> None:
-    """Write them to a temporary folder, so that no checkpoint fails for them later. Raises CheckpointError.
-    *Collective.*"""
+    """Write the model's files to a temporary folder, so that errors show before the first checkpoint. *Collective.*
+
+    Raises CheckpointError.
+    """
     with tempfile.TemporaryDirectory(prefix="rlhfless-trial-") as folder:
         try:
             savers.together(
@@ -149,10 +151,10 @@ def save_checkpoint(
     notes: Mapping[str, Any],
     savers: Savers,
 ) -> None:
-    """Write `stream` in Hugging Face format with the tokenizer, `state`, and `notes` as JSON to a folder or a URL, in
-    the place of what is there. *Collective.*
+    """Write a checkpoint to a folder or URL, replacing an existing one. *Collective.*
 
-    Raises CheckpointError if it cannot be written; a folder is then as it was.
+    Writes `stream` and the tokenizer in Hugging Face format, `state`, and `notes` as JSON. Raises CheckpointError if
+    the write fails; an existing folder is then unchanged.
     """
     contents = _Contents(model, spec, stream, state, notes, savers)
     try:
@@ -166,8 +168,10 @@ def save_checkpoint(
 
 
 def export_state(folder: Path, state: dict[str, Any], savers: Savers) -> bool:
-    """Write `state` alone to a folder in shared memory, for `restore_checkpoint` on any number of ranks. Returns False
-    if there is no room. *Collective.*"""
+    """Write only `state` to a folder in shared memory, for `restore_checkpoint` on any number of ranks. *Collective.*
+
+    Returns False if there is no room.
+    """
     try:
         savers.together("an empty folder", lambda: shutil.rmtree(folder, ignore_errors=True))
         savers.together("an empty folder", lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -186,9 +190,9 @@ def _write_state(folder: Path, state: dict[str, Any], savers: Savers) -> None:
 
 
 def restore_checkpoint(location: str, state: dict[str, Any]) -> None:
-    """Write the state of a checkpoint into the tensors of `state`. *Collective.*
+    """Load a checkpoint's state into the tensors of `state`. *Collective.*
 
-    Raises FileNotFoundError if it holds none, and CheckpointError if it cannot be read.
+    Raises FileNotFoundError if the checkpoint has no state, and CheckpointError if it cannot be read.
     """
     with _readable_at(location) as folder:
         if not folder.is_dir():
@@ -200,17 +204,17 @@ def restore_checkpoint(location: str, state: dict[str, Any]) -> None:
 
 
 def drain(stream: TensorStream) -> None:
-    """Exhaust a stream, as every rank must."""
+    """Exhaust a stream. Every rank must do so."""
     for _ in stream.tensors:
         pass
 
 
 class _RankFailed(RuntimeError):
-    """A failure on at least one rank; raised on all."""
+    """A failure on at least one rank, raised on all."""
 
 
 def _first_failure(error: BaseException) -> str:
-    """Return the first failure of torch's error, which lists all ranks with traces."""
+    """Return the first failure in torch's error, which lists all ranks with their traces."""
     if isinstance(error, CheckpointException) and error.failures:
         inner = next(iter(error.failures.values()))[0]
         return f"{type(inner).__name__}: {inner}"
@@ -222,7 +226,7 @@ def _free_mib(folder: Path) -> int:
 
 
 def _to_folder(location: str, write: Callable[[Path], None], savers: Savers) -> None:
-    """Write to a neighbouring folder, and rename it. All ranks see the folder."""
+    """Write to a temporary folder next to `location`, then rename it. All ranks must see the folder."""
     folder = Path(location)
     name = savers.all(uuid.uuid4().hex)[0]
     fresh = folder.with_name(f".{folder.name}.{name}{PARTIAL}")
@@ -238,7 +242,7 @@ def _to_folder(location: str, write: Callable[[Path], None], savers: Savers) -> 
 
 
 def _begin(fresh: Path) -> None:
-    """Create a folder, and remove partial checkpoints of learners that died."""
+    """Create a folder, and remove partial checkpoints of dead learners."""
     for left in fresh.parent.glob(f".*{PARTIAL}"):
         shutil.rmtree(left, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -247,19 +251,19 @@ def _begin(fresh: Path) -> None:
 def _replace(folder: Path, fresh: Path, previous: Path) -> None:
     for file in (*fresh.rglob("*"), fresh):
         _sync(file)
-    if folder.exists():  # a folder cannot be renamed onto one that is not empty
+    if folder.exists():  # a folder cannot be renamed onto a non-empty one
         folder.rename(previous)
     fresh.rename(folder)
     _sync(folder.parent)
 
 
 def _to_store(location: str, write: Callable[[Path], None], savers: Savers) -> None:
-    """Write to a local folder of each rank, and upload it; run.json comes last."""
+    """Write to a local folder on each rank, then upload it; run.json comes last."""
     with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
         folder = Path(scratch) / location.rsplit("/", 1)[-1]
         savers.together("an empty folder", folder.mkdir)
         write(folder)
-        # An earlier attempt may have left a part of it.
+        # An earlier attempt may have left some files.
         savers.together("the removal of an earlier attempt", lambda: remove(location) if savers.first else None)
         savers.together("the upload", lambda: _upload(folder, location, lambda name: name != NOTES_FILE))
         savers.together(
@@ -278,7 +282,7 @@ def _upload(folder: Path, location: str, chosen: Callable[[str], bool]) -> None:
 
 @contextmanager
 def _readable_at(location: str) -> Iterator[Path]:
-    """A folder with the learner's state of a checkpoint. Raises CheckpointError if it cannot be copied."""
+    """Yield a local folder with a checkpoint's state. Raises CheckpointError if it cannot be downloaded."""
     if not is_url(location):
         yield Path(location) / STATE_FOLDER
         return
@@ -286,7 +290,7 @@ def _readable_at(location: str) -> Iterator[Path]:
         files, path = files_of(location)
         try:
             files.get(f"{path}/{STATE_FOLDER}/", scratch, recursive=True)
-        except Exception as error:  # every kind of store has errors of its own
+        except Exception as error:  # every kind of store raises errors of its own
             raise CheckpointError(f"the checkpoint {location} cannot be read: {error}") from error
         yield Path(scratch)
 

@@ -1,7 +1,7 @@
-"""The controller and the rank actors of a function whose model is trained (rlhfless.functions.ranks).
+"""The controller and rank actors of a function that trains a model (rlhfless.functions.ranks).
 
-`learn` goes to all ranks with the whole batch. It is idempotent by step: a repeated call gets the first call's answer,
-so a retry can never take a second optimiser step. After a lost rank a new replica continues from a checkpoint.
+`learn` sends the whole batch to all ranks. It is idempotent by step: a repeated call gets the first call's answer, so a
+retry never takes a second optimiser step. After a lost rank, a new replica resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class TrainedFunction(DistributedFunction):
     async def __init__(self, settings: TrainedSettings) -> None:  # type: ignore[misc]
         self._learning: tuple[Call, asyncio.Task[Learned]] | None = None
         self._step = 0
-        """The last training step of the weights."""
+        """The last training step applied to the weights."""
         self._asked = asyncio.Event()
-        """Set, and replaced, by each new `learn`."""
+        """Set and replaced by each new `learn`."""
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
     @property
@@ -48,7 +48,7 @@ class TrainedFunction(DistributedFunction):
     async def learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Learned:
         """Take a training step: an optimiser step per mini-batch of each pass. Return the metrics.
 
-        Idempotent by step: a repeated call, even during the first, gets the first call's answer.
+        Idempotent by step: a repeated call, even while the first runs, gets the first call's answer.
         """
         self.admit(call)
         if self._learning is None or self._learning[0] != call:
@@ -74,7 +74,7 @@ class TrainedFunction(DistributedFunction):
 
     @admitted
     async def restore(self, call: Call, location: str) -> CallResult[None]:
-        """Continue after the step of a checkpoint. Idempotent."""
+        """Load a checkpoint and resume after its step. Idempotent."""
         await self._restore(call, location)
         return CallResult(None)
 
@@ -84,20 +84,20 @@ class TrainedFunction(DistributedFunction):
 
     @admitted
     async def checkpoint(self, _: Call, location: str, notes: Mapping[str, Any], background: bool) -> CallResult[bool]:
-        """Save model, optimiser and the run's `notes`. Return whether ranks still write (see TrainingRank.save)."""
+        """Save model, optimiser and the run's `notes`. Return whether ranks still write files (TrainingRank.save)."""
         later: list[bool] = await self._group.call("save", location, notes, background=background)
         return CallResult(all(later))
 
     @admitted
     async def wait_written(self, _: Call) -> CallResult[None]:
-        """Wait for the files of the last checkpoint. Raises CheckpointError."""
+        """Wait until the last checkpoint's files are written. Raises CheckpointError."""
         await self._group.call_all("wait_written")
         return CallResult(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSettings(DistributedSettings):
-    """The settings of a replica."""
+    """Settings of a replica that trains a model."""
 
     model: ModelSpec
     training: TrainingSpec
@@ -110,7 +110,7 @@ R = TypeVar("R", bound="TrainingRank")
 
 
 class TrainingActor(RankActor[S]):
-    """Rank `rank` of the model."""
+    """Rank `rank` of a trained model."""
 
     phases: ClassVar[Mapping[str, str]] = {
         "evaluate": "learn",
@@ -122,8 +122,10 @@ class TrainingActor(RankActor[S]):
     """Set by `_load`."""
 
     def _joined(self, address: str, rank: Callable[..., R], *own: Any) -> R:
-        """Make the model of this rank, of class `rank`, which joins the others at an address. `own`: arguments of that
-        class alone. *Collective.*"""
+        """Create this rank's model of class `rank` and join the other ranks at `address`. *Collective.*
+
+        `own`: arguments specific to that class.
+        """
         settings, training = self._settings, self._settings.training
         if training.threads is None and settings.rank_bindings[self._number].kind == "cpu":
             training = training.model_copy(update={"threads": self._threads})
@@ -143,7 +145,7 @@ class TrainingActor(RankActor[S]):
         return self._rank.kept_on_device()
 
     def learn(self, batch: PackedBatch, passes: Passes) -> Mapping[str, float]:
-        """See TrainingRank.learn; adds `shared_prompt_tokens` of this call. *Collective.*"""
+        """Take a training step (TrainingRank.learn); add this call's `shared_prompt_tokens`. *Collective.*"""
         before = self._rank.shared_prompt_tokens
         with self._at_work("learn"):
             metrics = self._rank.learn(batch, passes)
@@ -151,7 +153,7 @@ class TrainingActor(RankActor[S]):
 
     @ray.method(concurrency_group="waits")
     def wait_written(self) -> None:
-        """See TrainingRank.wait_written."""
+        """Wait for the last checkpoint's files (TrainingRank.wait_written)."""
         self._rank.wait_written()
 
     def check_shared_storage(self, token: str) -> str | None:
@@ -163,6 +165,6 @@ class TrainingActor(RankActor[S]):
         try:
             files.pipe_file(answer, files.cat_file(path))
             files.rm_file(answer)
-        except Exception as error:  # every kind of store has errors of its own
+        except Exception as error:  # every kind of store raises errors of its own
             return f"node {self.node()}: {type(error).__name__}: {error}"
         return None

@@ -11,23 +11,25 @@ from rlhfless.functions.sharding import local
 
 
 class WeightAverage:
-    """After each optimiser step a <- d a + (1 - d) w, in float32, from the initial weights on (Mean Teacher, arXiv
-    1703.01780)."""
+    """Updates a <- d a + (1 - d) w after each optimiser step, in float32, starting from the initial weights.
+
+    Mean Teacher, arXiv 1703.01780.
+    """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         self._decay = decay
         self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         self.tensors: Mapping[str, torch.Tensor] = {name: weight.clone() for name, weight in self._weights.items()}
-        """By parameter, sharded alike."""
+        """Averages by parameter, sharded like the parameters."""
 
     def update(self) -> None:
-        """Add the weights after an optimiser step."""
+        """Add the current weights. Call after each optimiser step."""
         for average, weights in self._pairs():
             average.lerp_(weights, 1 - self._decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap weights and average within the block. Both come back bit for bit, and nothing is held twice."""
+        """Swap weights and average within the block. Both return bitwise, without a second copy of all weights."""
         self._swap()
         try:
             yield

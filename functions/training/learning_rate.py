@@ -1,4 +1,4 @@
-"""The learning rate of each update, which depends on nothing but the spec and the numbers of updates."""
+"""The learning rate of each update, a function of the spec and the update numbers only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhfless.spec import AdamWSpec
 
 
 def learning_rate(spec: AdamWSpec, update: int, planned: int) -> float:
-    """The learning rate of an update, counted from 1, of a run that plans `planned` of them.
+    """Return the learning rate of an update, counted from 1, in a run of `planned` updates.
 
     It grows linearly over `warmup_steps` W. From then on, with p = (update - 1 - W) / (planned - W) in [0, 1] and the
     floor f, it is the learning rate times 1 (`constant`), f + (1 - f) (1 - p) (`linear`), or

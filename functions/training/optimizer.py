@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) over one rank's shards: clipping by the global norm, the learning rate, checkpoint state."""
+"""AdamW (arXiv 1711.05101) over one rank's shards: clipping by the global norm, learning rate, checkpoint state."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def decays(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has weight decay: matrices and embeddings do, norms and biases do not (as in nanoGPT,
-    Megatron-LM and the Hugging Face Trainer)."""
+    """Return whether a parameter has weight decay: matrices and embeddings do, norms and biases do not.
+
+    As in nanoGPT, Megatron-LM and the Hugging Face Trainer.
+    """
     return parameter.ndim > 1
 
 
 class ShardedAdamW:
-    """torch's AdamW of one rank. All state is allocated at once, so a lack of memory shows before the first step."""
+    """torch's AdamW on one rank. Allocates all state at once, so running out of memory shows before the first step."""
 
     def __init__(self, model: torch.nn.Module, spec: AdamWSpec) -> None:
         self._spec = spec
@@ -52,10 +54,10 @@ class ShardedAdamW:
         return adamw
 
     def gradient_norm(self) -> float:
-        """The norm of the whole gradient, before clipping; the same on every rank. *Collective*."""
+        """Return the norm of the whole gradient before clipping, equal on every rank. *Collective*."""
         gradients = self._gradients()
         squares = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double().square().sum()
-        dist.all_reduce(squares)  # over copies, too, so that all of them clip by the same number
+        dist.all_reduce(squares)  # over copies as well, so that all clip by the same number
         return float((squares / self._copies).sqrt())
 
     def forget_gradients(self) -> None:
@@ -63,7 +65,7 @@ class ShardedAdamW:
             parameter.grad = None
 
     def step(self, norm: float, planned: int) -> float:
-        """Clip the gradient, whose norm is `norm`, and step, as one of `planned` steps. Return the learning rate."""
+        """Clip the gradient, given its `norm`, and take one of `planned` steps. Return the learning rate."""
         limit = self._spec.max_grad_norm
         if limit is not None and norm > limit:
             for gradient in self._gradients():
@@ -77,22 +79,21 @@ class ShardedAdamW:
         return rate
 
     def moments(self) -> list[torch.Tensor]:
-        """The tensors of the moments."""
+        """Return the tensors of both moments."""
         return [self._adamw.state[parameter][moment] for moment in MOMENTS for parameter in self._parameters.values()]
 
     def state(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps, in place: shards of master weights and moments, and the number of
-        updates."""
+        """Return the state to checkpoint, in place: shards of master weights and moments, and the update count."""
         states = {name: self._adamw.state[parameter] for name, parameter in self._parameters.items()}
         return {
-            # The model's own file may have a coarser format than the master weights.
+            # The model's own file may have lower precision than the master weights.
             "master_weights": {name: parameter.detach() for name, parameter in self._parameters.items()},
             **{key: {name: state[key] for name, state in states.items()} for key in ("step", *MOMENTS)},
             "updates": torch.tensor(self.updates),
         }
 
     def set_restored(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, whose tensors have been written to in place."""
+        """Resume from `state`, whose tensors were written in place."""
         self.updates = int(state["updates"])
 
     def _gradients(self) -> list[torch.Tensor]:

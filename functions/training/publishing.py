@@ -1,13 +1,13 @@
-"""The weights that the learner publishes: in the published format, one tensor after the other.
+"""The learner's published weights: a stream of tensors in the published format.
 
-Names and layout are as in a Hugging Face checkpoint of the model, and a tensor that two modules share appears once, so
-that an engine's weight loader takes them as it takes a checkpoint.
+Names and layout match a Hugging Face checkpoint, and a tensor shared by two modules appears once, so an engine's weight
+loader takes the stream like a checkpoint.
 
-Only the rank that writes, the first, has whole tensors; each other one sends its part of them. The samples that an
-engine's weights are compared with are taken from the gathered tensor, on its way out and before the file gets it.
+Only rank 0, which writes the stream, holds whole tensors; the other ranks send their shards. Samples for comparison
+with an engine's weights are taken from the gathered tensor before it is written.
 
-Invariant: at most one decoder layer, or one other tensor, is gathered at a time, beside what is still being written.
-All of it is collective.
+Invariant: at most one decoder layer, or one other tensor, is gathered at a time, in addition to the tensors still being
+written. All functions that gather are collective.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ def published_stream(
     everywhere: bool = False,
     lent: Lent | None = None,
 ) -> TensorStream:
-    """All parameters and persistent buffers, floating point ones in `dtype`, on `device`; those of `tensors` in the
-    place of the model's own. They may share the model's memory. On the first rank, or `everywhere`; on other ranks the
-    stream has none. Each is used within `lent`, and is a copy then. *Collective*: every rank must take all that there
-    are."""
+    """Stream all parameters and persistent buffers on `device`, floating-point ones in `dtype`. *Collective*.
+
+    `tensors` replace the model's own. Only rank 0 yields tensors, or every rank with `everywhere`; every rank must
+    exhaust the stream. Tensors may share the model's memory, except with `lent`: each is then read within `lent` and
+    cloned.
+    """
     gather = whole if everywhere else whole_on_first
     fetch = partial(_fetched, dtype=dtype, device=device, gather=gather)
 
@@ -77,7 +79,7 @@ def published_stream(
 
 
 def gathered_as(value: torch.Tensor, dtype: DType, device: torch.device) -> torch.Tensor:
-    """A parameter or buffer, whole on every rank, as it is published. *Collective*."""
+    """Return a parameter or buffer, whole on every rank, in its published format. *Collective*."""
     gathered = _fetched(value, dtype, device, whole)
     assert gathered is not None, "it is gathered on every rank"
     return gathered
@@ -89,13 +91,15 @@ def _fetched(
     device: torch.device,
     gather: Callable[..., torch.Tensor | None],
 ) -> torch.Tensor | None:
-    """None where it is not gathered."""
+    """Gather a tensor. Returns None on ranks that do not receive it."""
     return gather(value, device, _format(value, dtype))
 
 
 def sampling(stream: TensorStream, tokens: Collection[int], samples: dict[str, WeightSample]) -> TensorStream:
-    """The stream; `samples` takes, by tensor, the elements that an engine's weights are compared with
-    (rlhfless.weights.samples), before the consumer has the tensor: so they also reveal a file with other weights."""
+    """Add each tensor's elements to compare with an engine's weights to `samples` (rlhfless.weights.samples).
+
+    Samples are taken before the consumer gets the tensor, so they also reveal a file that holds other weights.
+    """
 
     def streamed() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in stream.tensors:
@@ -106,7 +110,7 @@ def sampling(stream: TensorStream, tokens: Collection[int], samples: dict[str, W
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, where they are and in their own dtype; shared ones once."""
+    """Return parameters and persistent buffers, in place and in their own dtype; shared ones once."""
     parameters = dict(model.named_parameters())
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     persistent = {name: value for name, value in model.named_buffers() if name not in _transient(model)}
@@ -116,7 +120,7 @@ def named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _transient(model: torch.nn.Module) -> set[str]:
-    """Names of the buffers that a checkpoint leaves out."""
+    """Return the names of the buffers that a checkpoint leaves out."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -125,8 +129,10 @@ def _transient(model: torch.nn.Module) -> set[str]:
 
 
 def _units(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of each decoder layer together, because a file's tensor may be made of several of them; each other
-    tensor alone."""
+    """Yield the tensors of each decoder layer together, and every other tensor by itself.
+
+    A tensor of a file may be built from several tensors of a layer.
+    """
     names = {module: name for name, module in model.named_modules()}
     layers = tuple(f"{names[layer]}." for layer in layers_of(model))
     unit: dict[str, torch.Tensor] = {}
@@ -163,16 +169,16 @@ GENERATION_FILE = "generation_config.json"
 
 _OF_WEIGHTS = (".index.json", ".safetensors.json")
 _TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".spm", ".py")
-"""Endings of files beside the weights. Others (weights in any format, pictures, README.md) are no part of a model."""
+"""Suffixes of files copied with the weights. Other files (weights in any format, images, README.md) are left out."""
 
 _FOLDERS = ("additional_chat_templates",)
 
 
 def write_model_files(folder: Path, spec: ModelSpec, config: Any, architecture: str, own_code: Any = None) -> None:
-    """Write to `folder` what a model needs beside its weights.
+    """Write all files of a model except its weights to `folder`.
 
-    `config`: of the model that is saved, whose class is named `architecture`. `own_code`: that class, if it is not in
-    transformers. Raises CheckpointError naming the file that cannot be written.
+    `config`: the saved model's; `architecture`: its class name; `own_code`: that class, if it is not in transformers.
+    Raises CheckpointError naming the file that cannot be written.
     """
     source = files_of_model(spec.path)
     tokenizer = files_of_model(spec.tokenizer) if spec.tokenizer else source
@@ -188,7 +194,7 @@ def write_model_files(folder: Path, spec: ModelSpec, config: Any, architecture: 
     if own_code is not None:
         with _writing("the model's own code", spec.path):
             custom_object_save(own_code.__new__(own_code), folder, config=config)
-            if config._auto_class is not None:  # so is its configuration's class
+            if config._auto_class is not None:  # the configuration class is custom code as well
                 custom_object_save(config, folder, config=config)
     with _writing(CONFIG_FILE, spec.path):
         values = _config_values(spec, config, source) | {"architectures": [architecture]}
@@ -196,8 +202,10 @@ def write_model_files(folder: Path, spec: ModelSpec, config: Any, architecture: 
 
 
 def try_model_files(spec: ModelSpec, config: Any, architecture: str, tokenizer: Any) -> None:
-    """Write them to a temporary folder, and read them again: `config` and `tokenizer` are those of the model. Its own
-    code is left to the learner. Raises CheckpointError."""
+    """Write the model's files to a temporary folder and load them again, comparing them with `tokenizer`.
+
+    Skips the model's own code, which the learner tries. Raises CheckpointError.
+    """
     with TemporaryDirectory(prefix="rlhfless-trial-") as folder:
         write_model_files(Path(folder), spec, config, architecture)
         if (Path(folder) / GENERATION_FILE).is_file():
@@ -215,8 +223,10 @@ def try_model_files(spec: ModelSpec, config: Any, architecture: str, tokenizer: 
 
 
 def files_of_model(path: str) -> Path | None:
-    """The folder with the files of a model: itself, or the local snapshot of a hub name. None without a config.json or
-    tokenizer_config.json there."""
+    """Return the folder of a model's files: the path itself, or the local snapshot of a hub name.
+
+    Returns None if it has no config.json or tokenizer file.
+    """
     for name in (CONFIG_FILE, "tokenizer_config.json", "tokenizer.json"):
         with contextlib.suppress(OSError):  # it has no such file
             if found := cached_file(path, name):
@@ -225,7 +235,7 @@ def files_of_model(path: str) -> Path | None:
 
 
 def _beside_weights(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Names and paths of the files that are copied."""
+    """Yield the names and paths of the files to copy."""
     for file in sorted([*folder.iterdir(), *(each for name in _FOLDERS for each in (folder / name).glob("*"))]):
         name = str(file.relative_to(folder))
         if file.is_file() and name.endswith(_TEXT_FILES) and not name.endswith(_OF_WEIGHTS) and name != NOTES_FILE:
@@ -233,8 +243,10 @@ def _beside_weights(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _config_values(spec: ModelSpec, config: Any, source: Path | None) -> dict[str, Any]:
-    """The values of config.json: those of the model's file, if it is of this model and not of a larger one around it,
-    with what differs in the weights that are saved."""
+    """Return the values of config.json, updated with those that differ in the saved weights.
+
+    Starts from the source's file, unless that describes a larger model around this one.
+    """
     own: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
     values = parsed_json((source / CONFIG_FILE).read_text()) if source and (source / CONFIG_FILE).is_file() else own
     if values.get("model_type") != config.model_type:
@@ -252,7 +264,7 @@ def _writing(name: str, source: str | Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # file systems, tokenizers and a model's own code have errors of their own
+    except Exception as error:  # file systems, tokenizers and a model's own code raise errors of their own
         raise CheckpointError(
             f"a checkpoint could not have {name}, from {str(source)!r}: {class_and_line(error)}; correct that file, or "
             "take it again from where the model came from"

@@ -1,15 +1,15 @@
 """One rank of a trained model: the learner's policy, or the critic's value function.
 
-Each rank holds its shards of the float32 master weights, gradients and AdamW's state (rlhfless.functions.sharding),
-works on its share of the sequences, and gradients are added up over the ranks. Losses are divided by the step's global
+Each rank holds its shards of the float32 master weights, gradients and AdamW state (rlhfless.functions.sharding) and
+computes its share of the sequences; gradients are summed over the ranks. Losses are divided by the step's global
 denominators, so the sum is the gradient of the whole batch: two ranks take the same step as a single rank.
 
-Precision: parameters, gradients and optimiser are float32. With `dtype: bfloat16` layers compute in bfloat16, from
-weights that are cast where they are gathered; softmax and losses stay float32.
+Precision: parameters, gradients and optimiser are float32. With `dtype: bfloat16`, layers compute in bfloat16 with
+weights cast when they are gathered; softmax and losses stay float32.
 
-Invariants: all ranks run the same number of micro-batches; a rank without work runs one token that counts for nothing.
-All ranks skip an update whose gradient is not finite, so NaN never reaches a weight. On a CPU, with a fixed number of
-threads, the same batch gives the same weights, bit for bit. Subclasses define the loss; the controller retries.
+Invariants: all ranks run the same number of micro-batches; a rank without work runs one token with zero weight. All
+ranks skip an update whose gradient is not finite, so NaN never reaches a weight. On a CPU with a fixed number of
+threads, the same batch gives bitwise equal weights. Subclasses define the loss; the controller retries.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from rlhfless.spec import AdamWSpec, LearnerSpec, ModelSpec, TrainingSpec
 NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 
 SHARED_PROMPT_TOKENS = "shared_prompt_tokens"
-"""The key of a micro-batch's shared prompt tokens, beside its metrics."""
+"""Key of a micro-batch's shared prompt tokens, next to its metrics."""
 
 
 class TrainingRank:
-    """Rank `rank` of `world_size`. *Collective* methods must be called on all ranks, with equal arguments."""
+    """Rank `rank` of `world_size`. Call *collective* methods on all ranks with equal arguments."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class TrainingRank:
     ) -> None:
         """Join the process group at `init_method` (`tcp://host:port` or `file:///path`) and load the model.
 
-        `timeout_s` limits the rendezvous and each collective; torch raises an error that names the operation.
-        A single rank forms a group, too.
+        `timeout_s` limits the rendezvous and each collective; torch's error names the operation. A single rank forms a
+        group as well.
         """
         torch.set_num_threads(training.threads or default_threads(world_size))
         self._spec = model
@@ -89,8 +89,8 @@ class TrainingRank:
         try_files(model, self._model, self._savers)
         self._background = Background(self._savers, timeout_s, self._mesh)
         self.shared_prompt_tokens = 0
-        """Prompt tokens of all updates that were not computed, because a sequence of the same micro-batch had the same
-        prefix. Equal on all ranks."""
+        """Prompt tokens of all updates that were shared within a micro-batch instead of computed. Equal on all
+        ranks."""
 
     def _load(self, device: torch.device) -> PolicyNetwork:
         """Load the network, split over `self._mesh`. *Collective.*"""
@@ -99,23 +99,25 @@ class TrainingRank:
     def _loss(
         self, batch: PackedBatch, packed: PackedSegments | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute loss `[]` and metrics, each `[]`: the micro-batch's share of the mini-batch's. The backward pass must
-        run even without responses."""
+        """Return the loss `[]` and metrics, each `[]`, of a micro-batch: its share of the mini-batch's.
+
+        The loss must support a backward pass even without responses.
+        """
         raise NotImplementedError
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
-        """Take an optimiser step on each mini-batch of all passes; return the metrics of `_updates`. *Collective.*"""
+        """Take an optimiser step per mini-batch of all passes; return the metrics of `_updates`. *Collective.*"""
         raise NotImplementedError
 
     def kept_on_device(self) -> list[torch.Tensor]:
-        """Return the shards of master weights and moments, unless they are offloaded, and the buffers."""
+        """Return the buffers and, unless they are offloaded, the shards of master weights and moments."""
         tensors = [tensor for part in self._state().values() if isinstance(part, dict) for tensor in part.values()]
         if self._training.offload:
             tensors = []
         return [*tensors, *self._model.buffers()]
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of a checkpoint; `restore` writes into these tensors."""
+        """Return the state to checkpoint. `restore` writes into these tensors."""
         average = {} if self._average is None else {"average": self._average.tensors}
         return self._optimizer.state() | average | {"random_state": torch.get_rng_state()}
 
@@ -140,9 +142,11 @@ class TrainingRank:
         return {name: tensor.to("cpu", copy=True) for name, tensor in stream.tensors}
 
     def save(self, location: str | Path, notes: Mapping[str, Any] = NO_NOTES, *, background: bool = False) -> bool:
-        """Write a checkpoint to a folder or a URL: model and tokenizer in Hugging Face format, the state for `restore`,
-        and `notes`. The model has the average of the weights, if there is one. With `background`, and memory for a copy
-        of the state, return True after the copy; `wait_written` waits for the files. *Collective.*"""
+        """Write a checkpoint to a folder or URL: the Hugging Face model, the state, and `notes`. *Collective.*
+
+        Saves the average of the weights as the model if there is one. With `background` and enough memory for a copy of
+        the state, returns True after the copy; `wait_written` then waits for the files.
+        """
         state = self._state()
         later = background and self._background.fits(state)
         device = self._policy.device
@@ -161,29 +165,33 @@ class TrainingRank:
         self._background.wait_written()
 
     def export_state(self, folder: str | Path) -> bool:
-        """Write the state to a folder in shared memory, which any number of ranks can `restore`. Returns False if
-        there is no memory for a copy. *Collective.*"""
+        """Write the state to a folder in shared memory, for `restore` on any number of ranks. *Collective.*
+
+        Returns False if there is no memory for a copy.
+        """
         self.wait_written()
         state = self._state()
         return self._background.fits(state) and export_state(Path(folder), state, self._savers)
 
     def restore(self, location: str | Path) -> None:
-        """Continue from a checkpoint by any number of ranks; bit for bit if by the same number. *Collective.*"""
+        """Resume from a checkpoint written by any number of ranks; bitwise if by the same number. *Collective.*"""
         state = self._state()
         restore_checkpoint(str(location), state)
         self._optimizer.set_restored(state)
         torch.set_rng_state(state["random_state"])
 
     def _updates(self, parts: Iterable[PackedBatch], planned: int) -> dict[str, float]:
-        """Take an optimiser step on each mini-batch, of `planned` in the whole run. Return `skipped_updates`, whose
-        gradient was not finite, and means over the response tokens of the other updates (maxima of `*_max`), including
-        `gradient_norm` before clipping and `learning_rate`. *Collective.*"""
+        """Take an optimiser step per mini-batch. `planned`: the steps of the whole run. *Collective.*
+
+        Returns `skipped_updates` (non-finite gradient) and the means over response tokens of the other updates (maxima
+        for `*_max`), including `gradient_norm` before clipping and `learning_rate`.
+        """
         updates = [(self._weight(part), self._update(part, planned)) for part in parts]
         applied = [(weight, metrics) for weight, metrics in updates if metrics is not None]
         return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
 
     def _weight(self, batch: PackedBatch) -> int:
-        """Return the weight of a mini-batch's metrics in those of a step."""
+        """Return the weight of a mini-batch in a step's metrics."""
         return batch.denominators.tokens
 
     def _of_responses(self, batch: PackedBatch, values: FloatArray | IntArray) -> torch.Tensor:
@@ -192,8 +200,10 @@ class TrainingRank:
 
     @staticmethod
     def _share(outputs: LossOutputs, computed: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return loss and metrics of `_loss`. `computed`: the model's outputs for the responses, which connect the loss
-        of an empty micro-batch to the parameters."""
+        """Return loss and metrics of `_loss`.
+
+        `computed`: the model's outputs for the responses. They connect an empty micro-batch's loss to the parameters.
+        """
         loss = outputs.loss if outputs.loss.requires_grad else outputs.loss + computed.sum() * 0
         return loss, {name: at_least_float32(value.detach()) for name, value in outputs.metrics.items()}
 
@@ -209,10 +219,10 @@ class TrainingRank:
         """Take an optimiser step on a mini-batch. Return its metrics, or None if it was skipped."""
         share = select(batch, self._sequences_of_rank(batch))
         parts = self._cut(share)
-        # Summed over micro-batches and ranks with the metrics of the loss.
+        # Summed over micro-batches and ranks along with the loss metrics.
         shared = prompt_tokens(share) - parts.prompt_tokens
         shares = [{SHARED_PROMPT_TOKENS: torch.tensor(float(shared), device=self._policy.device)}]
-        # Every rank must reduce the same metrics: those of a rank without sequences are 0.
+        # Every rank must reduce the same metrics, so a rank without sequences runs an empty part.
         in_step = self._policy.in_step(parts.parts or (NO_SEQUENCES,))
         for number, part in enumerate(in_step, start=1):
             last = number == len(in_step)
@@ -234,7 +244,7 @@ class TrainingRank:
 
 
 def default_threads(world_size: int) -> int:
-    """Return the cores of this process if it is pinned, or else its share of the machine's."""
+    """Return this process's cores if it is pinned, else its share of the machine's cores."""
     usable = len(os.sched_getaffinity(0))
     pinned = usable < (os.cpu_count() or usable)
     return usable if pinned else max(1, usable // world_size)
@@ -279,8 +289,10 @@ def load_trained_policy(
 def load_trained(
     model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh, **head: Any
 ) -> PolicyNetwork:
-    """Load a model, split over `mesh`, with master weights in float32. `head`: further arguments of load_policy, which
-    says what is raised. *Collective.*"""
+    """Load a model, split over `mesh`, with float32 master weights. *Collective.*
+
+    `head`: further arguments of load_policy, which documents the errors.
+    """
     return load_policy(
         model,
         parameter_dtype="float32",

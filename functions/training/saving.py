@@ -1,10 +1,10 @@
-"""Checkpoints that are written in the background, where the nodes have memory for a copy of the state.
+"""Checkpoints written in the background, if the nodes have memory for a copy of the state.
 
-The run waits only for the copy to the host's memory (master weights and moments: 12 bytes per parameter, 16 with an
-average of the weights, over all ranks), which leaves a GPU through two pinned buffers. A thread writes the copy, on its
-own process group. One checkpoint is written at a time, and none counts before it is complete
-(rlhfless.functions.training.checkpoint). Copy and write have a deadline each, shorter than that of the rank's call,
-whose error could not name what hangs.
+The run waits only for the copy to host memory (master weights and moments: 12 bytes per parameter, 16 with an average
+of the weights, over all ranks). GPU tensors are copied through two pinned buffers. A thread then writes the copy, on
+its own process group. One checkpoint is written at a time, and none counts until it is complete
+(rlhfless.functions.training.checkpoint). Copy and write each have a deadline shorter than that of the rank's call,
+whose error could not name the cause of a hang.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.util.free_memory import COPIES_SHARE, free_bytes
 
 DEADLINE_SHARE = 0.9
-"""Of `timeouts.call_s`, after which a copy or a write is given up."""
+"""Share of `timeouts.call_s` after which a copy or write is abandoned."""
 
 _POLL_S = 1e-4
 
 PIECE_BYTES = 2**26
-"""A pinned buffer: a power of two, because torch rounds such blocks up to one."""
+"""Size of a pinned buffer: a power of two, because torch rounds such blocks up to one."""
 
 
 class Background:
-    """Writes one checkpoint at a time in a thread. All methods but `wait_written` are collective."""
+    """Writes one checkpoint at a time in a thread. All methods except `wait_written` are collective."""
 
     def __init__(self, savers: Savers, timeout_s: float, mesh: DeviceMesh) -> None:
-        """`timeout_s` limits each call of a rank. `mesh`: the ranks, as a state is split over them."""
+        """`timeout_s` limits each call of a rank. `mesh`: the ranks that the state is split over."""
         self._savers = savers
         self._limit_s = DEADLINE_SHARE * timeout_s
         self._mesh = (
@@ -57,7 +57,7 @@ class Background:
         return enough(self._savers.all((socket.gethostname(), size, free_bytes())))
 
     def copied(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy a state to the host's memory, split as it is. Raises CheckpointError if the device does not answer."""
+        """Copy a state to host memory, keeping its sharding. Raises CheckpointError if the device does not answer."""
         deadline_s = time.monotonic() + self._limit_s
         try:
             return {key: self._copy(part, deadline_s) for key, part in state.items()}
@@ -81,7 +81,7 @@ class Background:
         )
 
     def _on_host(self, part: torch.Tensor, deadline_s: float) -> torch.Tensor:
-        """Copy to pageable memory. Without pinned buffers eight GPUs copy at 3 to 5 GB/s each."""
+        """Copy to pageable memory. Without pinned buffers, eight GPUs copy at 3 to 5 GB/s each."""
         if part.device.type != "cuda":
             return part.to("cpu", copy=True)
         if not self._buffers:
@@ -91,16 +91,17 @@ class Background:
         return copy
 
     def begin(self, location: str, write: Callable[[], None]) -> None:
-        """Call `write`, which writes the checkpoint at `location`, in a thread. Raises as `wait_written`, of the
-        checkpoint before."""
+        """Write the checkpoint at `location` by calling `write` in a thread.
+
+        Raises the errors of `wait_written` for the previous checkpoint.
+        """
         self.wait_written()
         threads = ThreadPoolExecutor(1, "checkpoint")
         self._writing = (location, time.monotonic() + self._limit_s, threads.submit(write))
         threads.shutdown(wait=False)
 
     def wait_written(self) -> None:
-        """Wait for the checkpoint that was begun. Raises CheckpointError, also if it is not written by its deadline,
-        and what else writing it raised."""
+        """Wait for the current checkpoint. Raises CheckpointError at its deadline, and any error of the write."""
         if self._writing is None:
             return
         location, deadline_s, writing = self._writing
@@ -122,9 +123,11 @@ def copy_in_pieces(
     recorded: Callable[[], Any],
     deadline_s: float,
 ) -> None:
-    """Copy a tensor to a contiguous one in the host's memory by way of pinned buffers of equal size: each piece is
-    copied on while the device fills the next buffer. `recorded` gives an event after the device's work so far. Raises
-    TimeoutError at `deadline_s` (time.monotonic)."""
+    """Copy a tensor to a contiguous one in host memory through pinned buffers of equal size.
+
+    Each piece is copied out while the device fills the next buffer. `recorded` returns an event after the device's work
+    so far. Raises TimeoutError at `deadline_s` (time.monotonic).
+    """
     flat = (each.reshape(-1).view(torch.uint8) for each in (source.contiguous(), target))
     filling: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
 
