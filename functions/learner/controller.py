@@ -66,7 +66,7 @@ class StoreHome:
         return HttpStoreServer(self.folder, host=host, token=self.token, join=join, of_piece=of_piece)
 
     def mark(self) -> None:
-        """Mark the folder as the learner's (StoreAddress.require_shared). Repeat per version: the folder may be lost."""
+        """Mark the folder as the learner's (StoreAddress.require_shared), per version in case the folder was lost."""
         if not self.token:
             StoreAddress("file", self.folder).mark()
 
