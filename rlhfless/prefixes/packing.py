@@ -1,13 +1,14 @@
-"""Sequences in one row of tokens, in which each shared prefix lies once: the layout of prefix-grouped attention.
+"""Pack sequences into one row that contains each shared prefix once: the layout of prefix-grouped attention.
 
-A *segment* is a run of new tokens: the own tokens of a shared prefix, or the rest of a sequence after its longest one.
-Segments lie in depth-first order, so that all segments that begin with a prefix follow it without a gap. Each token
-attends to the tokens before it in its segment, and to all own tokens of the prefixes that its segment comes after:
+A *segment* is a run of new tokens: the own tokens of a shared prefix, or the rest of a sequence after its longest
+prefix. Segments are in depth-first order, so all segments that extend a prefix follow it without a gap. Each token
+attends to the tokens before it in its segment, and to all own tokens of the prefixes before its segment:
 
     system | prompt A | response 1 | response 2 | prompt B | response 3
-    `system` is attended by everything behind it, `prompt A` by the responses 1 and 2.
 
-Where packing does not pay, micro-batches are padded: sequences of similar length side by side (`padded_parts`).
+Everything after `system` attends to it; the responses 1 and 2 attend to `prompt A`.
+
+Where packing does not pay, micro-batches are padded, grouping sequences of similar length (`padded_parts`).
 """
 
 from __future__ import annotations
@@ -26,34 +27,33 @@ from rlhfless.prefixes.trie import NONE, lineage, shared_prefixes
 from rlhfless.records import IntArray
 
 PAYS_BELOW = 0.7
-"""Pack sequences on a CPU where that computes less than this part of the padded pass's tokens. Measured on one core
-with 0.8 M parameters: gathers and calls per prefix make a token a third more expensive, so packing pays below 0.75."""
+"""Pack on a CPU if that computes less than this share of the padded pass's tokens. Measured on one core with 0.8 M
+parameters: gathers and per-prefix calls make a token a third more expensive, so packing pays below 0.75."""
 
 JOIN_KEYS = 875
-"""What joining a prefix to the attention of a token behind it costs on a GPU, as attention to so many keys (computed).
-For each number of a token's queries a training step moves 42 more bytes: 10 forward (queries and output of the second
-kernel, and the mean of two outputs) and 32 backward (queries, output and two gradients once more, and its sum in
-float32). An H100 has time for 250 FLOPs a byte (990 TFLOP/s of its data sheet at 65 %, 3.35 TB/s at 80 %), attention to
-one key takes 12 in both passes: 42 x 250 / 12. Devices of other kinds are within a factor of two."""
+"""Cost of joining a prefix to the attention of one later token on a GPU, in attended keys (computed). For each
+element of a token's queries, a training step moves 42 more bytes: 10 forward (queries and output of the second
+kernel, and the mean of two outputs) and 32 backward (queries, output and two gradients again, and its sum in
+float32). An H100 has time for 250 FLOPs per byte (990 TFLOP/s of its data sheet at 65 %, 3.35 TB/s at 80 %);
+attention to one key takes 12 in both passes: 42 x 250 / 12. Other devices are within a factor of two."""
 
 SIMILAR_LENGTH = 0.875
-"""A sequence of at least this length, relative to its micro-batch's longest, still joins. On uniform lengths (20 to 130
-tokens) it lowers padding from 20 % to 9 %, and thus the CPU time of a step by a tenth."""
+"""Minimum length, relative to the longest sequence of the micro-batch, at which a sequence still joins it. On
+uniform lengths (20 to 130 tokens) this lowers padding from 20 % to 9 %, and the CPU time of a step by a tenth."""
 
 FAIR_SIZE = 0.25
-"""Part of the token budget below which a micro-batch takes sequences of any length."""
+"""Share of the token budget below which a micro-batch accepts sequences of any length."""
 
 LEAST_SAVED_TOKENS = 32
-"""A prefix is shared on a CPU if that saves so many tokens: each one is one more attention call per layer."""
+"""Fewest saved tokens for sharing a prefix on a CPU: each prefix adds an attention call per layer."""
 
 
 def padded_parts(lengths: IntArray, budget_tokens: int) -> Iterator[IntArray]:
-    """Index arrays of the sequences of each micro-batch, `lengths` [sequences], longest first.
+    """Yield index arrays of the sequences of each micro-batch, longest first; `lengths` [sequences].
 
-    The padded size of a micro-batch is at most `budget_tokens`, except that a longer sequence stands alone. Once
-    it is a fair size it takes no more sequences that are much shorter than its longest: another pass costs less
-    than the padding. The longest come first, so that the peak of memory, and running out of it, comes at the
-    start of a step.
+    The padded size of a micro-batch is at most `budget_tokens`; a longer sequence gets its own micro-batch. A
+    micro-batch of fair size takes no much shorter sequences: another pass costs less than the padding. The longest
+    come first, so that the memory peak, or running out of memory, occurs at the start of a step.
     """
     order = np.argsort(-lengths, kind="stable")
     ordered, start = lengths[order], 0
@@ -67,32 +67,32 @@ def padded_parts(lengths: IntArray, budget_tokens: int) -> Iterator[IntArray]:
 
 
 def padded_tokens(lengths: IntArray, budget_tokens: int) -> int:
-    """Tokens of all micro-batches of the padded pass, padding included."""
+    """Return the tokens of all micro-batches of the padded pass, including padding."""
     return sum(len(part) * int(lengths[part].max()) for part in padded_parts(lengths, budget_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where sequences lie in one row without padding, and which of their prefixes are computed once."""
+    """When to pack sequences into rows without padding, and which shared prefixes to compute once."""
 
     pays_below: float = 0.0
-    """Part of the padded pass's tokens: a row is taken where it computes less. 0: never; infinite: always."""
+    """Pack a row if it computes less than this share of the padded pass's tokens. 0: never; infinite: always."""
     token_keys: float | None = None
-    """On a GPU: how many keys a token could attend to in the time that a layer's other products take it. Decides
-    whether a prefix saves more than joining it costs. None: it pays if it saves `least_saved_tokens`."""
+    """On a GPU: the number of keys that a token could attend to in the time of a layer's other products. Decides
+    whether sharing a prefix saves more than joining it costs. None: it pays if it saves `least_saved_tokens`."""
     least_saved_tokens: int = LEAST_SAVED_TOKENS
 
     def pays(self, own: int, depth: int, samples: int, behind: int, row_tokens: int) -> bool:
-        """Whether it pays to compute `own` tokens after `depth` others once for several samples, which have `behind`
-        tokens behind them, in rows of at most `row_tokens`: a prefix is computed anew in each row."""
+        """Return whether to compute `own` tokens after `depth` others once for several samples, which have `behind`
+        tokens after them, in rows of at most `row_tokens`; each row recomputes the prefix."""
         if self.token_keys is None:
             return own * (samples - 1) >= self.least_saved_tokens
         rows = -(-(own + behind) // row_tokens)
         return own * (samples - rows) * (self.token_keys + depth + own / 2) > JOIN_KEYS * behind
 
     def row_pays(self, alone: int, packed: PackedSegments) -> bool:
-        """Whether a row of sequences of `alone` tokens pays in this layout: the kernel of a level passes the whole row,
-        also tokens that come after no prefix of it."""
+        """Return whether this layout pays for sequences of `alone` tokens: each level's kernel processes the whole
+        row, including tokens without a prefix in it."""
         if self.token_keys is None:
             return True
         computed = len(packed.source)
@@ -104,21 +104,21 @@ NEVER, ON_CPUS, ALWAYS = Packing(), Packing(PAYS_BELOW), Packing(math.inf)
 
 @dataclass(frozen=True, slots=True)
 class PackedSegments:
-    """The layout of some sequences."""
+    """The packed layout of some sequences."""
 
-    source: IntArray  # [packed], index of the token in the sequences one after the other
-    positions: IntArray  # [packed], in its sequence
-    index: IntArray  # [tokens], where each token of the sequences one after the other lies
+    source: IntArray  # [packed], index of the token in the concatenated sequences
+    positions: IntArray  # [packed], position in its sequence
+    index: IntArray  # [tokens], packed index of each token of the concatenated sequences
     segments: tuple[tuple[int, int], ...]
     """(start, tokens) of each segment."""
     shared: tuple[tuple[int, int, int], ...]
-    """(start, stop, end) of each prefix: its own tokens are [start, stop), and the tokens that come after it, and
-    attend to it, [stop, end)."""
+    """(start, stop, end) of each prefix: [start, stop) are its own tokens, [stop, end) the tokens after it that
+    attend to it."""
 
     def levels(self) -> list[list[tuple[int, int, int]]]:
-        """`shared` by depth, the shortest prefixes first, without those that no token comes after."""
+        """Return `shared` by depth, shortest prefixes first, omitting prefixes that no token follows."""
         levels: list[list[tuple[int, int, int]]] = []
-        ends: list[int] = []  # of the prefixes that the next one is inside of
+        ends: list[int] = []  # of the enclosing prefixes
         for start, stop, end in sorted(self.shared):
             while ends and ends[-1] <= start:
                 ends.pop()
@@ -131,7 +131,7 @@ class PackedSegments:
 
     @classmethod
     def side_by_side(cls, lengths: IntArray) -> PackedSegments:
-        """Sequences one after the other, which share nothing."""
+        """Lay sequences out one after another, sharing nothing."""
         ends = np.cumsum(lengths)
         every, starts = np.arange(int(lengths.sum())), ends - lengths
         segments = tuple((start, tokens) for start, tokens in zip(starts.tolist(), lengths.tolist(), strict=True))
@@ -147,12 +147,11 @@ class PackedSegments:
 def pruned(
     tokens: IntArray, above: IntArray, samples: IntArray, total: IntArray, packing: Packing, row_tokens: int
 ) -> tuple[IntArray, IntArray]:
-    """A forest without the prefixes that do not pay; their own tokens then belong to the prefixes, or sequences, that
-    come after them. `tokens`, `above`, `samples` and `total`, the tokens of all their samples, [prefixes], each after
-    the one above it.
+    """Remove the prefixes that do not pay from a forest; their tokens move to the prefixes or sequences after them.
 
-    Returns the one above each that is kept, [prefixes], and for each prefix the longest kept one up to it,
-    [prefixes + 1]; the last of these is for NONE.
+    `tokens`, `above`, `samples` and `total` (tokens of all their samples) are [prefixes], each prefix after its
+    parent in `above`. Returns the new parent of each prefix, [prefixes], and the longest kept prefix at or above
+    each, [prefixes + 1]; the last entry stands for NONE.
     """
     parent, kept = above.copy(), np.full(len(tokens) + 1, NONE)
     for prefix in range(len(tokens)):
@@ -164,18 +163,18 @@ def pruned(
 
 
 class SharingSequences:
-    """Sequences, and those of their shared prefixes that it pays to compute once."""
+    """Sequences, and the shared prefixes that pay to be computed once."""
 
     def __init__(
         self, tokens: npt.NDArray[Any], lengths: IntArray, packing: Packing = ALWAYS, row_tokens: int = sys.maxsize
     ) -> None:
-        """`tokens` [tokens] of all sequences, one after the other; `lengths` [sequences]. `packing` and `row_tokens`:
-        see Packing.pays."""
+        """`tokens` [tokens] of all concatenated sequences; `lengths` [sequences]. `packing`, `row_tokens`: see
+        Packing.pays."""
         self.lengths = lengths
         ends = np.cumsum(lengths)
         rows = [tokens[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
         forest = shared_prefixes(rows, last_alone=False)
-        total = np.zeros(len(forest) + 1, np.int64)  # the last one is of NONE
+        total = np.zeros(len(forest) + 1, np.int64)  # the last one stands for NONE
         np.add.at(total, forest.leaf, lengths)
         for prefix in range(len(forest) - 1, -1, -1):
             total[forest.parent[prefix]] += total[prefix]
@@ -189,20 +188,20 @@ class SharingSequences:
         self.rest = lengths - depths[leaf]
         """Tokens of each sequence after its longest prefix, `[sequences]`."""
         self.lineages = [tuple(lineage(parent, prefix)) for prefix in leaf.tolist()]
-        """The prefixes of each sequence, the shortest first."""
+        """The prefixes of each sequence, shortest first."""
         self.order = sorted(range(len(lengths)), key=lambda number: (self.lineages[number], -int(lengths[number])))
-        """Depth first: users of a prefix one after the other, otherwise the longest first."""
+        """Depth first: users of a prefix are adjacent; otherwise the longest first."""
         self.rank = np.argsort(self.order).tolist()
-        """Place of each sequence in `order`."""
+        """Position of each sequence in `order`."""
 
     def added(self, sequence: int, present: set[int]) -> int:
-        """Tokens that a sequence adds to a row that has the prefixes `present`."""
+        """Return the tokens that a sequence adds to a row that already has the prefixes `present`."""
         missing = [prefix for prefix in self.lineages[sequence] if prefix not in present]
         return int(self.own[missing].sum() + self.rest[sequence])
 
     def cut(self, budget_tokens: int, also: IntArray) -> list[IntArray]:
-        """Micro-batches, as index arrays: the row of each has at most `budget_tokens`, and so has its sum of `also`
-        [sequences]; a longer sequence stands alone. The largest comes first, so that memory peaks at the start."""
+        """Return micro-batches as index arrays, largest first so that memory peaks at the start. The row of each,
+        and its sum of `also` [sequences], is at most `budget_tokens`; a longer sequence gets its own micro-batch."""
         parts: list[tuple[int, list[int]]] = []
         packed, others, present = 0, 0, set[int]()
         for sequence in self.order:
@@ -215,7 +214,7 @@ class SharingSequences:
         return [np.array(part) for _, part in sorted(parts, key=lambda part: -part[0])]
 
     def deal(self, ranks: int) -> list[IntArray]:
-        """Index arrays, one for each of `ranks`, of about equal packed tokens; users of a prefix stay together."""
+        """Return index arrays, one per rank, with about equal packed tokens; users of a prefix stay together."""
         present: set[int] = set()
         weights = np.zeros(len(self.order))
         for place, sequence in enumerate(self.order):
@@ -226,14 +225,12 @@ class SharingSequences:
         return [np.array(self.order, np.int64)[rank == number] for number in range(ranks)]
 
     def pack(self, sequences: IntArray) -> PackedSegments:
-        """The layout of these sequences in one row; `source` and `index` are about their own tokens, one after the
-        other in this order."""
+        """Return the layout of these sequences in one row; `source` and `index` refer to their tokens, concatenated
+        in this order."""
         return _Packing(self, sequences.tolist()).run()
 
 
 class _Packing:
-    """Builds the layout that `SharingSequences.pack` returns."""
-
     def __init__(self, of: SharingSequences, sequences: list[int]) -> None:
         users = Counter(prefix for sequence in sequences for prefix in of.lineages[sequence])
         lengths = of.lengths[sequences]
@@ -273,7 +270,7 @@ class _Packing:
         )
 
     def _add(self, number: int, depth: int, tokens: int) -> int:
-        """A segment of the next `tokens` of a sequence, from position `depth` on. Returns where it begins."""
+        """Add a segment of the next `tokens` of a sequence, from position `depth` on, and return its start."""
         start, run = self._size, np.arange(depth, depth + tokens)
         self._source.append(self._starts[number] + run)
         self._positions.append(run)
@@ -283,6 +280,6 @@ class _Packing:
         return start
 
     def _place(self, number: int, depth: int, tokens: int, start: int) -> None:
-        """The next `tokens` of a sequence lie at `start`."""
+        """Record that the next `tokens` of a sequence are at `start`."""
         first = self._starts[number] + depth
         self._index[first : first + tokens] = np.arange(start, start + tokens)

@@ -1,5 +1,7 @@
-"""The tokens that reference and learner compute when each shared prefix is forwarded once per micro-batch, of prompts
-of which lengths alone are known: `SharingSequences.cut` (rlhfless.prefixes.packing) without tokens."""
+"""Count the tokens that reference and learner compute when each micro-batch forwards a shared prefix once.
+
+Only prompt lengths are known: this is `SharingSequences.cut` (rlhfless.prefixes.packing) without tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,20 @@ from rlhfless.records import IntArray
 
 @dataclass(frozen=True, slots=True)
 class SharedForward:
-    """How reference and learner pass sequences."""
+    """How reference and learner run forward passes."""
 
     budget_tokens: int
-    """Tokens of a micro-batch."""
+    """Tokens per micro-batch."""
     packing: Packing = ALWAYS
 
 
 def saved_tokens(
     tree: PrefixTree, prompt_tokens: IntArray, group: IntArray, response_tokens: IntArray, forward: SharedForward
 ) -> int:
-    """Tokens of these samples that are not computed; 0 where packing does not pay.
+    """Return the tokens of these samples that are not computed; 0 where packing does not pay.
 
-    `prompt_tokens` [prompts]; `group` [samples], the prompt of each; `response_tokens` [samples]. A pass is fed all but
-    the last token of each sample.
+    `prompt_tokens` [prompts]; `group` [samples], the prompt of each; `response_tokens` [samples]. A pass is fed all
+    but the last token of each sample.
     """
     if not len(group):
         return 0
@@ -60,8 +62,8 @@ def _computed_tokens(
 def _kept(
     tree: PrefixTree, prompt_tokens: IntArray, group: IntArray, response_tokens: IntArray, forward: SharedForward
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The prefixes that are computed once, prompts of several samples among them: the tokens of each after the one
-    before it, and the prefixes of each prompt, the shortest first."""
+    """Return the prefixes to compute once, including prompts with several samples: the tokens of each after its
+    parent, and the prefixes of each prompt, shortest first."""
     prompts, prefixes = len(prompt_tokens), len(tree)
     fed = np.bincount(group, prompt_tokens[group] + response_tokens - 1, minlength=prompts).astype(np.int64)
     total = np.append(np.zeros(prefixes, np.int64), fed)
@@ -71,7 +73,7 @@ def _kept(
         if above[prefix] != NONE:
             samples[above[prefix]] += samples[prefix]
             total[above[prefix]] += total[prefix]
-    # What has no other users than the prefix after it is part of that one.
+    # A prefix with exactly the users of its successor is merged into it.
     alone = np.zeros(len(above), bool)
     below = np.flatnonzero((above != NONE) & (samples > 0))
     alone[above[below[samples[above[below]] == samples[below]]]] = True

@@ -1,5 +1,7 @@
-"""Shared prefixes of prompts of which lengths alone are known, and what a plan does with them: the simulator's side of
-`rlhfless.prefixes`. A `PrefixForest`, which knows the tokens, gives the same tree.
+"""Shared prefixes of prompts whose lengths alone are known, for planning: the simulator's side of
+`rlhfless.prefixes`.
+
+A `PrefixForest`, which knows the tokens, gives the same tree.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from rlhfless.records import IntArray
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Shared prefixes, each after its parent, and the longest one of each prompt.
+    """Shared prefixes, each after its parent, and the longest prefix of each prompt.
 
-    Raises ValueError for a parent that comes later, or is not shorter.
+    Raises ValueError for a parent that comes later or is not shorter.
     """
 
     tokens: IntArray  # [prefixes], from the first token
@@ -40,18 +42,18 @@ class PrefixTree:
 
     @classmethod
     def nothing(cls, prompts: int) -> PrefixTree:
-        """Prompts that share nothing."""
+        """Create the tree of prompts that share nothing."""
         none = np.zeros(0, np.int64)
         return cls(none, none, np.full(prompts, NONE, np.int64))
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[Sequence[int]]) -> PrefixTree:
-        """What these different prompts share."""
+        """Create the tree of these distinct prompts."""
         return cls.of(shared_prefixes(prompts), len(prompts)) if len(prompts) > 1 else cls.nothing(len(prompts))
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> PrefixTree:
-        """The tree of prompts whose `text` these are, `[prompts]`."""
+        """Parse the tree from the `text` of each prompt, `[prompts]`."""
         number: dict[str, int] = {}
         tokens: list[int] = []
         parent: list[int] = []
@@ -68,12 +70,12 @@ class PrefixTree:
         return cls(*(np.array(column, dtype=np.int64) for column in (tokens, parent, leaf)))
 
     def text(self, prompt: int) -> str:
-        """The prefixes of a prompt as `number:tokens`, the shortest first: how a trace has them."""
+        """Format the prefixes of a prompt as `number:tokens`, shortest first, as in a trace."""
         return " ".join(f"{prefix}:{self.tokens[prefix]}" for prefix in self.lineage(int(self.leaf[prompt])))
 
     @classmethod
     def of(cls, forest: PrefixForest, prompts: int) -> PrefixTree:
-        """The prefixes that different prompts share, of a forest over different prompts."""
+        """Create the tree of a forest over distinct prompts."""
         return cls(forest.tokens, forest.parent, forest.leaf[:prompts])
 
     def __len__(self) -> int:
@@ -81,7 +83,7 @@ class PrefixTree:
 
     @property
     def own_tokens(self) -> IntArray:
-        """Tokens of each prefix that its parent does not have, `[prefixes]`."""
+        """Tokens of each prefix after its parent's, `[prefixes]`."""
         own: IntArray = self.tokens - np.append(self.tokens, 0)[self.parent]
         return own
 
@@ -93,7 +95,7 @@ class PrefixTree:
 
     @cached_property
     def levels(self) -> IntArray:
-        """All prefixes of each prompt, `[depth, prompts]`: the shortest first, NONE after the longest."""
+        """All prefixes of each prompt, `[depth, prompts]`: shortest first, NONE after the longest."""
         above, by_depth = np.append(self.parent, NONE), [self.leaf]
         while (by_depth[-1] != NONE).any():
             by_depth.append(above[by_depth[-1]])
@@ -104,16 +106,16 @@ class PrefixTree:
         return levels
 
     def lineage(self, prefix: int) -> list[int]:
-        """A prefix and all that it contains, the shortest first; [] for NONE."""
+        """Return a prefix and all prefixes that it contains, shortest first; [] for NONE."""
         return lineage(self.parent, prefix)
 
     def unique_tokens(self, prompt_tokens: IntArray) -> int:
-        """Prompt tokens `[prompts]` when each shared prefix is counted once."""
+        """Return the number of prompt tokens, counting each shared prefix once; `prompt_tokens` [prompts]."""
         used = self._used(self.leaf)
         return int(self.own_tokens[used].sum() + (prompt_tokens - self.shared_tokens).sum())
 
     def long(self, least_tokens: int = LEAST_TOKENS) -> PrefixTree:
-        """The tree without prefixes that have fewer than `least_tokens` after the ones before them."""
+        """Return the tree without prefixes that add fewer than `least_tokens`."""
         nearest = nearest_long(self.parent, self.tokens, least_tokens)
         kept = itself(nearest)
         number = np.full(len(self) + 1, NONE)  # the last one stands for NONE
@@ -123,20 +125,19 @@ class PrefixTree:
 
     @cached_property
     def ranks(self) -> IntArray:
-        """A number per prompt `[prompts]`: equal for prompts with the same longest prefix, near for prefixes that begin
-        alike, 0 for prompts without one."""
+        """A number per prompt `[prompts]`: equal for prompts with the same longest prefix, close for prefixes that
+        start alike, 0 for prompts without one."""
         of_prompts = [tuple(self.lineage(leaf)) for leaf in self.leaf.tolist()]
         rank = {lineage: number for number, lineage in enumerate(sorted({(), *of_prompts}))}
         return np.array([rank[lineage] for lineage in of_prompts], np.int64)
 
     def to_precompute(self, prompts: IntArray, least_tokens: int = LEAST_TOKENS) -> list[int]:
-        """See `rlhfless.prefixes.precompute.to_precompute`: the prefixes that at least two of these different prompts
-        share."""
+        """Return the prefixes that at least two of these distinct prompts share; see `precompute.to_precompute`."""
         users = np.zeros(len(self), np.int64)
         for leaf in self.leaf[prompts].tolist():
             users[self.lineage(leaf)] += 1
         return itself(nearest_long(self.parent, self.tokens, least_tokens, (users > 1).tolist()))
 
     def _used(self, leaves: IntArray) -> IntArray:
-        """The prefixes of these leaves, ascending."""
+        """Return the prefixes of these leaves, ascending."""
         return np.array(sorted({prefix for leaf in set(leaves.tolist()) for prefix in self.lineage(leaf)}), np.int64)

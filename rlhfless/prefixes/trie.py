@@ -1,13 +1,13 @@
-"""The shared prefixes of many sequences, by a trie over blocks of token ids.
+"""Find the shared prefixes of many sequences with a trie over blocks of token IDs.
 
-A *shared prefix* is the longest run of whole blocks that one set of samples has in common: a system prompt, a few-shot
-block, the prompt of a group, the history of a conversation. Shared prefixes are nested, so they form a forest: the
-*parent* of one is the next shorter prefix, which more samples share.
+A *shared prefix* is the longest run of whole blocks that a set of samples has in common: a system prompt, a few-shot
+block, the prompt of a group, the history of a conversation. Shared prefixes are nested and form a forest: the
+*parent* of a prefix is the next shorter one, shared by more samples.
 
-How they are found. All sequences begin in one class. Level by level, a class whose members do not all have the same
-next block ends there, as a shared prefix, and falls apart into one class per block; a class with a single sample is
-dropped. While no class falls apart the step to the next level doubles, so that long common prefixes cost comparisons
-and nothing else. No hash is involved: two prefixes are the same when their tokens are.
+Algorithm: all sequences start in one class. Level by level, a class whose members do not all have the same next
+block ends there as a shared prefix and splits into one class per block; a class with a single sample is dropped.
+While no class splits, the step to the next level doubles, so that long common prefixes cost only comparisons. No
+hashing is involved: two prefixes are the same if their tokens are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NONE = -1
 """No shared prefix: the parent of the shortest ones, and the leaf of a sequence that shares nothing."""
 
 _FILL = -1
-"""Fills the table beyond the end of a sequence; no token id is negative."""
+"""Padding after the end of a sequence; token IDs are never negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class PrefixForest:
 
     tokens: IntArray  # [prefixes], from the first token
     parent: IntArray  # [prefixes], or NONE
-    samples: IntArray  # [prefixes], that begin with it
+    samples: IntArray  # [prefixes], number of samples that start with it
     leaf: IntArray  # [sequences], the longest shared prefix of each, or NONE
     lengths: IntArray  # [sequences]
     counts: IntArray  # [sequences], samples that have exactly these tokens
-    _order: IntArray = field(repr=False)  # [sequences], those of a prefix one after the other
+    _order: IntArray = field(repr=False)  # [sequences]; those of a prefix are adjacent
     _first: IntArray = field(repr=False)  # [prefixes], index into _order
     _stop: IntArray = field(repr=False)  # [prefixes], index into _order
 
@@ -47,7 +47,7 @@ class PrefixForest:
 
     @property
     def own_tokens(self) -> IntArray:
-        """Tokens of each prefix that its parent does not have, `[prefixes]`."""
+        """Tokens of each prefix after its parent's, `[prefixes]`."""
         return self.tokens - self._at(self.tokens, self.parent)
 
     @property
@@ -57,21 +57,21 @@ class PrefixForest:
 
     @property
     def unique_tokens(self) -> int:
-        """Each shared prefix once, and of each sample the tokens after its own: the floor of what must be computed."""
+        """Fewest tokens to compute: each shared prefix once, plus each sample's tokens after its longest prefix."""
         return int(self.own_tokens.sum() + (self.lengths - self.shared_tokens) @ self.counts)
 
     def users(self, prefix: int) -> IntArray:
-        """The sequences that begin with a prefix, ascending."""
+        """Return the sequences that start with a prefix, ascending."""
         return np.sort(self._order[self._first[prefix] : self._stop[prefix]])
 
     @staticmethod
     def _at(values: IntArray, indices: IntArray) -> IntArray:
-        """`values` at `indices`, 0 at NONE."""
+        """Return `values` at `indices`, 0 at NONE."""
         return np.append(values, 0)[indices]
 
 
 def lineage(parent: IntArray, prefix: int) -> list[int]:
-    """A prefix and all that it contains, the shortest first; [] for NONE. `parent` [prefixes]."""
+    """Return a prefix and all prefixes that it contains, shortest first; [] for NONE. `parent` [prefixes]."""
     upwards = []
     while prefix != NONE:
         upwards.append(prefix)
@@ -86,11 +86,11 @@ def shared_prefixes(
     block_tokens: int = 1,
     last_alone: bool = True,
 ) -> PrefixForest:
-    """The shared prefixes of `sequences`, each of which `counts` samples have, `[sequences]` or one for all.
+    """Find the shared prefixes of `sequences`; `counts` is the number of samples of each, `[sequences]` or a scalar.
 
-    Prefixes are whole blocks of `block_tokens`. With `last_alone` a sequence's last token is never part of a prefix: an
-    engine, too, computes it for each sample, because the first response token is predicted from it.
-    Raises ValueError for a block without tokens, or a count below 1.
+    Prefixes are whole blocks of `block_tokens`. With `last_alone`, a sequence's last token is never part of a
+    prefix: engines also compute it for each sample, because it predicts the first response token. Raises ValueError
+    if `block_tokens` or a count is below 1.
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}; a block has at least one token")
@@ -110,7 +110,7 @@ def shared_prefixes(
 def _block_table(
     sequences: Sequence[Sequence[int] | npt.NDArray[Any]], lengths: IntArray, blocks: IntArray, block_tokens: int
 ) -> npt.NDArray[Any]:
-    """The whole blocks of each sequence, `[sequences, blocks, block_tokens]`, filled up with _FILL."""
+    """Return the whole blocks of each sequence, `[sequences, blocks, block_tokens]`, padded with _FILL."""
     width = int(blocks.max(initial=0)) * block_tokens
     whole = blocks * block_tokens
     table = np.full((len(sequences), width), _FILL, dtype=np.int32)
@@ -120,7 +120,7 @@ def _block_table(
 
 
 class _Search:
-    """The search of `shared_prefixes`. Members are the sequences of classes that are still together, class by class."""
+    """The search of `shared_prefixes`. Members are the sequences of unfinished classes, ordered by class."""
 
     def __init__(self, table: npt.NDArray[Any], blocks: IntArray, samples: IntArray) -> None:
         self._table = table
@@ -131,7 +131,7 @@ class _Search:
         """Index of each member in `order`."""
         self._class = np.zeros(len(blocks), np.int64)
         self._parents = np.array([NONE], np.int64)
-        """The shared prefix from which each class fell apart."""
+        """The shared prefix that each class split from."""
         self._found = _Found(len(blocks))
 
     def run(self) -> _Found:
@@ -150,11 +150,11 @@ class _Search:
         return self._found
 
     def _firsts(self) -> IntArray:
-        """Index of the first member of each class."""
+        """Return the index of the first member of each class."""
         return np.flatnonzero(np.diff(self._class, prepend=-1))
 
     def _same(self, members: IntArray, level: int, stride: int) -> npt.NDArray[np.bool_]:
-        """Members whose next `stride` blocks are the ones of the first member of their class."""
+        """Return which members have the same next `stride` blocks as the first member of their class."""
         has = self._blocks[members] >= level + stride
         if not has.all() and (stride > 1 or not has.any()):
             return has
@@ -164,7 +164,7 @@ class _Search:
         return has & alike.all(axis=(1, 2))
 
     def _split(self, members: IntArray, level: int, kept: npt.NDArray[np.bool_]) -> None:
-        """Classes that are not `kept` end before `level`; each falls apart by its members' next block."""
+        """End the classes that are not `kept` before `level`, and split each by its members' next block."""
         splits = ~kept[self._class]
         inside, of = members[splits], self._class[splits]
         parents = self._parents[self._class]
@@ -182,8 +182,8 @@ class _Search:
         self._keep(alive)
 
     def _emit(self, level: int, of: IntArray) -> IntArray:
-        """Add the shared prefixes of the classes `of` [members], which end before `level`. Returns the prefix of each
-        of these members; NONE where no token is shared."""
+        """Add the shared prefixes of the classes `of` [members], which end before `level`. Returns the prefix of
+        each of these members; NONE where no token is shared."""
         if level == 0:
             return np.full(len(of), NONE, np.int64)
         ends, rank = np.unique(of, return_inverse=True)
@@ -196,8 +196,8 @@ class _Search:
         return prefix
 
     def _keep(self, alive: npt.NDArray[np.bool_]) -> None:
-        """Drop members that are not `alive`, and classes of a single sample. A class of a single sequence, which
-        several samples have, ends where the sequence does."""
+        """Drop members that are not `alive`, and classes of a single sample. A class with a single sequence but
+        several samples ends where the sequence does."""
         members = self.order[self._at]
         weights = np.where(alive, self._samples[members], 0)
         samples = np.bincount(self._class, weights=weights, minlength=len(self._parents))
@@ -213,7 +213,7 @@ class _Search:
 
 
 class _Found:
-    """The columns of the forest, as the search fills them."""
+    """The columns of the forest, filled by the search."""
 
     def __init__(self, sequences: int) -> None:
         self.leaf: IntArray = np.full(sequences, NONE, np.int64)
@@ -221,19 +221,19 @@ class _Found:
         self._columns: list[tuple[IntArray, ...]] = []
 
     def add(self, *columns: IntArray) -> IntArray:
-        """Add prefixes by their levels, parents, samples, first and stop, `[added]` each. Returns their numbers."""
+        """Add prefixes by their levels, parents, samples, first and stop, `[added]` each, and return their numbers."""
         self._columns.append(columns)
         self._size += len(columns[0])
         return np.arange(self._size - len(columns[0]), self._size)
 
     def columns(self) -> tuple[IntArray, ...]:
-        """Levels, parents, samples, first and stop of all prefixes, `[prefixes]` each."""
+        """Return levels, parents, samples, first and stop of all prefixes, `[prefixes]` each."""
         nothing = np.zeros(0, np.int64)
         return tuple(map(np.concatenate, zip(*self._columns, strict=True))) if self._columns else (nothing,) * 5
 
 
 def _ranks(rows: npt.NDArray[Any]) -> IntArray:
-    """A number per row of `rows` [rows, columns]: equal for equal rows."""
+    """Return a number per row of `rows` [rows, columns], equal for equal rows."""
     whole = np.ascontiguousarray(rows)
     _, ranks = np.unique(whole.view(np.dtype((np.void, whole.strides[0]))).ravel(), return_inverse=True)
     return ranks.astype(np.int64)

@@ -1,4 +1,4 @@
-"""The address of a store: a process on another machine reads from the store with it."""
+"""The address with which a process on another machine reads from a store."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 MARKER = ".learner"
-"""A file in the folder that the learner writes to."""
+"""A marker file in the folder that the learner writes to."""
 
 
 class StoreNotShared(UserError):
-    """A store that should be one folder for all nodes is not."""
+    """The store's folder is not shared by all nodes, but must be."""
 
     where = "weights.transport"
 
@@ -34,16 +34,16 @@ class StoreAddress:
     token: str = field(default="", repr=False)
     """Bearer token of an HTTP store; the location of each version is a full URL."""
     home: str = ""
-    """The folder that an HTTP store serves: engines on its own node read there, and need no cache."""
+    """The folder that an HTTP store serves; engines on its node read it directly and need no cache."""
     wait_s: float | None = None
-    """The longest wait of a reader for a learner that takes part in loads (cuda_ipc)."""
+    """Longest wait of a reader for a learner that takes part in loads (cuda_ipc)."""
 
     def mark(self) -> None:
-        """Mark the folder as the learner's: from then on `require_shared` passes on all nodes that share it."""
+        """Mark the folder as the learner's, so that `require_shared` passes on all nodes that share it."""
         (Path(self.folder) / MARKER).touch()
 
     def require_shared(self) -> None:
-        """Raises StoreNotShared if this node's folder is not the learner's."""
+        """Raise StoreNotShared if this node's folder is not the learner's."""
         if not self.token and not (Path(self.folder) / MARKER).exists():
             raise StoreNotShared(
                 f"weights.transport is {self.transport}, but {self.folder!r} on node {os.uname().nodename} is not the "
@@ -52,9 +52,8 @@ class StoreAddress:
             )
 
     def connect(self) -> WeightReader:
-        """A reader of the store. Nothing is read yet."""
-        # Imported here: an address travels through processes that never read, and need not wait 2 s for
-        # torch.
+        """Create a reader of the store, without reading anything yet."""
+        # Imported here: addresses also pass through processes that never read; they need not spend 2 s importing torch.
         from rlhfless.weights.broadcast import BroadcastReader
         from rlhfless.weights.buckets import BucketReader
         from rlhfless.weights.digest import piece_hash_of

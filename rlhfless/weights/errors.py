@@ -1,4 +1,4 @@
-"""The errors of weight versions, in a module of their own so that code that catches them need not import torch."""
+"""Errors of weight versions, in a separate module so that code that catches them need not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightFileError(Exception):
 
 
 class WeightCheckFailed(Exception):
-    """A load is not the version that it should be. `check` says which check failed (see `weights.check`)."""
+    """A load is not the expected version. `check` names the failed check (see `weights.check`)."""
 
     def __init__(self, check: Check, version: WeightVersion, message: str) -> None:
         super().__init__(f"weight check `{check}` failed for {version.label}: {message}")
@@ -23,5 +23,5 @@ class WeightCheckFailed(Exception):
         self.message = message
 
     def __reduce__(self) -> tuple[type[WeightCheckFailed], tuple[Check, WeightVersion, str]]:
-        # Exceptions are pickled by their `args`; this one crosses process borders.
+        # Exceptions are pickled by their `args`; this one crosses process boundaries.
         return (WeightCheckFailed, (self.check, self.version, self.message))

@@ -1,9 +1,9 @@
-"""The hashes of a version's tensors, so that a node hashes each byte once.
+"""Cache the hashes of a version's tensors, so that a node hashes each byte once.
 
-The header of a version keeps the hash of each tensor. The process that has hashed all of its bytes on a node, because
-it wrote or fetched them, seals the files there, and readers of that node take the hashes from the header. The seal is
-in the files' time of modification, so whatever writes to them afterwards breaks it; then readers hash the bytes
-themselves. Stores to a shared mapping leave that time as it is, so they do not break the seal.
+The header of a version stores the hash of each tensor. The process that hashed all bytes on a node, because it wrote
+or downloaded them, seals the files there; other readers on that node then take the hashes from the header. The seal
+is part of the files' modification time, so any later write breaks it and readers hash the bytes themselves. Stores
+to a shared mapping do not change the modification time and so do not break the seal.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _HASH_BYTES = 16
 
 
 def hashes_note(names: Collection[str], digest: Digest) -> Mapping[str, str]:
-    """Metadata with the hashes of all tensors, by name; zeros for the ones that are not known yet."""
+    """Return metadata with the hashes of all tensors, by name; zeros for unknown hashes."""
     return {_HASHES: "".join(digest.hashes.get(name, bytes(_HASH_BYTES)).hex() for name in sorted(names))}
 
 
 def seal(folder: Path, digest: str) -> None:
-    """Seals a version. The caller has hashed all its bytes, and has written the last one."""
+    """Seal a version. The caller must have hashed all its bytes and finished writing."""
     now = time.time_ns()
     for file in folder.iterdir():
         os.utime(file, ns=(now, now // _SECOND * _SECOND + _mark(digest)))
@@ -41,23 +41,23 @@ _SECOND = 10**9
 
 @cache
 def _boot() -> str:
-    """Names this machine, up to its next start; equal in all its containers."""
+    """Return the ID of this machine's current boot; equal in all its containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _mark(digest: str) -> int:
-    """The nanoseconds of the time of modification of sealed files."""
+    """Return the nanosecond part of a sealed file's modification time."""
     return xxhash.xxh3_64_intdigest(f"{_boot()}/{digest}".encode()) % _SECOND
 
 
 def known_hashes(path: Path, digest: str) -> dict[str, bytes]:
-    """By tensor: the hashes of a version that is sealed on this node; empty for any other."""
+    """Return the hashes by tensor of a version sealed on this node; empty for any other version."""
     try:
         if any(file.stat().st_mtime_ns % _SECOND != _mark(digest) for file in path.iterdir()):
             return {}
         _, layout, metadata = read_header(mapped(path))
         packed = bytes.fromhex(metadata.get(_HASHES, ""))
-    except (OSError, TornVersion, ValueError, KeyError, TypeError):  # `read_version` says what is wrong with it
+    except (OSError, TornVersion, ValueError, KeyError, TypeError):  # `read_version` reports what is wrong with it
         return {}
     names = sorted(name for name, *_ in layout)
     each = [packed[start : start + _HASH_BYTES] for start in range(0, len(packed), _HASH_BYTES)]

@@ -1,12 +1,13 @@
-"""A store over HTTP, for nodes that share no file system: one node serves its folder, each other node has a cache.
+"""A store over HTTP, for nodes without a shared file system: one node serves its folder, every other node has a
+cache.
 
-Server and client speak plain HTTP with a random bearer token. A reader on the serving node reads the folder itself.
-Any other asks its node's cache first; if the version is not there, one reader downloads it, in pieces over several
-connections, while the others of the node wait for its lock, so a node pulls and hashes each version once. A download is
-checked against the version's digest before it takes its name in the cache, so that, as in `FolderStore`, every version
-that can be seen is complete and right.
+Server and client speak plain HTTP with a random bearer token. A reader on the serving node reads the folder
+directly. Any other reader looks in its node's cache first. If the version is missing, one reader downloads it in
+pieces over several connections while the node's other readers wait for its lock, so each node pulls and hashes a
+version once. A download is checked against the version's digest before it gets its final name in the cache; as in
+`FolderStore`, every visible version is complete and correct.
 
-Not done: TLS (run it inside the cluster's network).
+Not implemented: TLS (run it inside the cluster's network).
 """
 
 from __future__ import annotations
@@ -35,41 +36,41 @@ from rlhfless.weights.parts import drafting, spare
 from rlhfless.weights.store import FolderStore
 
 _CHUNK_BYTES = 1 << 20
-_PIECE_BYTES = 64 << 20  # of a version, in one request: long enough that its start does not count
-_CONNECTIONS = 4  # at the same time: one TCP stream rarely fills a fast network
+_PIECE_BYTES = 64 << 20  # per request; large enough that request latency is negligible
+_CONNECTIONS = 4  # concurrent: one TCP stream rarely fills a fast network
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2  # doubles: 0.2, 0.4, 0.8, 1.6 s, enough for a restart of the server's process
-_LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to end its download
-_CACHED_VERSIONS = 2  # the newest, and the one before that slower readers may still ask for
+_LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to finish its download
+_CACHED_VERSIONS = 2  # the newest, and its predecessor, which slower readers may still request
 
 
 class HttpStore:
-    """A `WeightReader` of an `HttpStoreServer`, with a cache folder that all readers of a node share."""
+    """A `WeightReader` of an `HttpStoreServer`, with a cache folder shared by all readers of a node."""
 
     def __init__(self, token: str, cache_folder: str | Path, home: str = "", of_piece: PieceHash = piece_hash) -> None:
-        """`home`: the server's folder, which is there on its own node."""
+        """`home`: the server's folder, which exists on its own node only."""
         self._token = token
         self._cache = FolderStore(cache_folder)
         self.of_piece = of_piece
         self._home = Path(home) if home else None
         self.transport: Transport = "http"
-        """See `WeightReader.transport`."""
-        # Never through a proxy: the server is a node of the same cluster.
+        # Bypass proxies: the server is a node of the same cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightReader.read`. Raises WeightFileError also if the download fails for good."""
+        """Yield the version's tensors, downloading it if necessary. Raises WeightFileError also if the download
+        fails."""
         yield from read_version(self._local(location), version_of(location).digest)
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
-        """See `WeightReader.hashes`. Downloads as `read` does."""
+        """Return the version's known hashes, downloading it if necessary."""
         return known_hashes(self._local(location), version_of(location).digest)
 
     def release(self) -> None:
-        """See `FolderStore.release`."""
+        """Do nothing: dropped files remain as long as they are mapped."""
 
     def _local(self, location: str) -> Path:
-        """The version on this node, which is downloaded if it is not there."""
+        """Return the local path of a version, downloading it if it is missing."""
         version = version_of(location)
         if self._home is not None and _is_sound(at_home := self._home / file_name(version), version):
             self.transport = way_on_node(self._home)
@@ -88,7 +89,7 @@ class HttpStore:
         return path
 
     def _download(self, url: str, path: Path, version: WeightVersion) -> None:
-        """Download a version, check its digest, and cache it. Raises WeightFileError if the digest is another one."""
+        """Download a version, check its digest, and cache it. Raises WeightFileError if the digest differs."""
         what = f"weights {url} (digest {version.digest})"
         with drafting(path.parent, path) as draft:
             size = self._download_piece(url, draft.put, 0, what)
@@ -103,7 +104,7 @@ class HttpStore:
             seal(draft.folder, version.digest)
 
     def _download_piece(self, url: str, put: Put, start: int, what: str) -> int:
-        """Download the piece that begins at byte `start`; returns the size of the whole file."""
+        """Download the piece that starts at byte `start` and return the size of the whole file."""
         place = start
         for attempt in range(_ATTEMPTS):
             try:
@@ -126,12 +127,12 @@ class HttpStore:
         raise WeightFileError(f"{what}: {_ATTEMPTS} attempts failed: {failure}") from failure
 
     def _open(self, url: str, start: int, end: int) -> Any:
-        """The server's answer, with bytes from `start` to `end` of the file."""
+        """Request the bytes from `start` to `end` of a file."""
         headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={start}-{end - 1}"}
         return self._opener.open(urllib.request.Request(url, headers=headers), timeout=STALL_TIMEOUT_S)
 
     def query(self, location: str, path: str, query: str, timeout_s: float) -> bytes:
-        """The server's answer about a version, from another path. Raises OSError."""
+        """Query another server path about a version. Raises OSError."""
         url = location.replace(PREFIX, path) + query
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._token}"})
         with self._opener.open(request, timeout=timeout_s) as response:
@@ -139,10 +140,10 @@ class HttpStore:
             return answer
 
     def _drop_old(self, newest: Path) -> None:
-        """Keeps the newest few versions. Deleting the others is safe for their readers (see `FolderStore`)."""
+        """Keep only the newest versions. Deleting the others is safe for their readers (see `FolderStore`)."""
         cached = sorted(
             (self._cache.path(version) for version in self._cache.versions()),
-            key=lambda path: path.stat().st_ctime_ns,  # the time of modification is the seal's
+            key=lambda path: path.stat().st_ctime_ns,  # the modification time holds the seal
         )
         for path in cached[:-_CACHED_VERSIONS]:
             if path != newest:
@@ -150,8 +151,8 @@ class HttpStore:
 
 
 def _is_sound(path: Path, version: WeightVersion) -> bool:
-    """Whether the version is there and complete. One that was cut short must be fetched again: an engine that loads it
-    would fail, be replaced, and load it again. The engine that consumes the bytes checks their digest."""
+    """Return whether the version exists and is complete. A truncated version must be downloaded again; otherwise
+    engines that load it keep failing and being replaced. The consuming engine checks the digest."""
     try:
         return path.exists() and all(True for _ in read_version(path, version.digest))
     except WeightFileError:

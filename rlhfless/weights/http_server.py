@@ -1,4 +1,4 @@
-"""The server of a store over HTTP (rlhfless.weights.http): one node serves its folder, to requests with its token."""
+"""The server of a store over HTTP (rlhfless.weights.http): one node serves its folder to requests with its token."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from rlhfless.weights.parts import OpenVersion, TornVersion
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 
 PREFIX = "/versions/"
-JOIN = "/join/"  # asks for a broadcast
+JOIN = "/join/"  # requests a broadcast
 MEMBER = "?member="
 STALL_TIMEOUT_S = 20.0  # longest silence of the other side; a long but steady download is fine
-_CLOSE_POLL_S = 0.05  # how often the server looks whether it is to close
+_CLOSE_POLL_S = 0.05  # how often the server checks whether to close
 
 
 Join = Callable[[str, str], Mapping[str, Any] | None]
-"""(a version's name, who asks) -> how to receive it, or None."""
+"""(version name, member) -> how to receive it, or None."""
 
 
 Pieces = Callable[[int, int], Iterable[tuple[IO[bytes], int, int]]]
-"""(first byte, end) -> file, first byte there, and length of each piece of them."""
+"""(first byte, end) -> file, offset, and length of each piece."""
 
 
 class HttpStoreServer:
-    """A `WeightStore` in a folder of this node; other nodes read its versions by URL. A context manager."""
+    """A `WeightStore` in a folder of this node; other nodes read its versions by URL. Use as a context manager."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class HttpStoreServer:
         join: Join | None = None,
         of_piece: PieceHash = piece_hash,
     ) -> None:
-        """Serves at once, from threads of this process.
+        """Start serving from threads of this process.
 
         Args:
             folder: the store.
             host: address to listen on.
-            port: 0 for any free one.
+            port: 0 for any free port.
             advertised_host: host name in the URLs, if readers know this node by another name than `host`.
-            token: the bearer token of readers, if it must be known before the server starts; random by default.
-            join: answers readers that would receive a broadcast (rlhfless.weights.broadcast).
+            token: bearer token for readers, if it must be known before the server starts; random by default.
+            join: answers readers that can receive a broadcast (rlhfless.weights.broadcast).
             of_piece: see FolderStore.
         """
         self.token = token or secrets.token_urlsafe(32)
@@ -77,38 +77,35 @@ class HttpStoreServer:
         self.close()
 
     def close(self) -> None:
-        """Stops serving; the folder stays."""
+        """Stop serving; the folder stays."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
-        """See `WeightStore.put`; the location is a URL."""
+        """Publish `tensors`; the location in the result is a URL."""
         stored = self._folder.put(run_id, attempt, step, tensors)
         return replace(stored, location=f"{self.url}{PREFIX}{Path(stored.location).name}")
 
     def versions(self) -> tuple[WeightVersion, ...]:
-        """See `WeightStore.versions`."""
         return self._folder.versions()
 
     def delete(self, version: WeightVersion) -> None:
-        """See `WeightStore.delete`."""
         self._folder.delete(version)
 
     def retain(self, keep: set[WeightVersion]) -> None:
-        """See `WeightStore.retain`."""
         self._folder.retain(keep)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET of one version, whole or a range of it (`Range: bytes=N-M`)."""
+    """Handle GET requests for one version, whole or a range (`Range: bytes=N-M`)."""
 
     store: FolderStore
     token: str
     join: Join | None
     timeout = STALL_TIMEOUT_S
 
-    def do_GET(self) -> None:  # the name is http.server's
+    def do_GET(self) -> None:  # named by http.server
         if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.token}"):
             self.send_error(HTTPStatus.UNAUTHORIZED, "wrong or missing bearer token")
             return
@@ -123,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_join(self) -> None:
         name, _, member = self.path.removeprefix(JOIN).partition(MEMBER)
-        join = type(self).join  # not a method of this object
+        join = type(self).join  # from the class, so that it is not bound as a method
         answer = None if join is None else join(name, member)
         body = b"" if answer is None else json.dumps(answer).encode()
         self.send_response(HTTPStatus.OK)
@@ -146,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
         self.end_headers()
         for file, offset, length in pieces(start, end):
-            self.connection.sendfile(file, offset, length)  # without a copy of its own
+            self.connection.sendfile(file, offset, length)  # zero-copy
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent: readers report their own failures."""
+        """Log nothing: readers report their own failures."""

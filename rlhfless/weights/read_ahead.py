@@ -1,7 +1,7 @@
-"""A version's tensors on their way from the host to a GPU: the next ones are copied while one is used.
+"""Copy a version's tensors from the host to a GPU, prefetching the next ones while one is in use.
 
-A copy from pages that are not pinned, such as those of a mapped version, goes through one thread, at a fraction of what
-the bus takes. Here several threads copy pieces into pinned memory, and a stream takes them from there.
+A copy from unpinned pages, such as those of a mapped version, uses a single thread and a fraction of the bus
+bandwidth. Here several threads copy pieces into pinned memory, and a stream copies from there.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from rlhfless.weights.digest import pieces
 
 READERS = 4
-"""Threads for one GPU; that many together read about as fast as its bus takes."""
+"""Threads per GPU; this many together read about as fast as the bus."""
 
 AHEAD_BYTES = 256 << 20
-"""Of tensors that are copied ahead, on the GPU and in pinned memory; an engine has as much for its activations, which
-rest meanwhile."""
+"""Bytes of tensors prefetched on the GPU and in pinned memory; no more than the engine's activations, which are idle
+during a load."""
 
 Arrived = Callable[[], torch.Tensor]
-"""The copy, for the current stream; called by the thread that uses it."""
+"""Return the copy, ready on the current stream; called by the consuming thread."""
 
 Copy = Callable[[], Arrived]
-"""Makes a copy; called by a reading thread."""
+"""Make a copy; called by a reading thread."""
 
 
 def read_ahead(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the same tensors, on `device` if it is a GPU. One of more than AHEAD_BYTES stays where it is."""
+    """Yield the same tensors on `device` if it is a GPU. A tensor larger than AHEAD_BYTES stays where it is."""
     if device.type != "cuda":
         yield from tensors
         return
@@ -41,7 +41,7 @@ def read_ahead(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
 def ahead(
     tensors: Iterable[tuple[str, torch.Tensor]], begin: Callable[[torch.Tensor], Copy]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields copies of tensors in their order; threads make those of the next AHEAD_BYTES."""
+    """Yield copies of tensors in order, while threads copy the next AHEAD_BYTES."""
     waiting: deque[tuple[str, torch.Tensor, Future[Arrived] | None]] = deque()
     held = 0
     with ThreadPoolExecutor(READERS, "read") as pool:
@@ -68,8 +68,8 @@ def ahead(
 
 
 def _copy(tensor: torch.Tensor, device: torch.device, stream: torch.cuda.Stream) -> Copy:
-    """The copy of a tensor to a GPU, which a thread makes on `stream`. Its memory is of the current stream's pool, and
-    so comes back to the activations afterwards."""
+    """Prepare the copy of a tensor to a GPU on `stream`. Its memory comes from the current stream's pool, and so
+    returns to the activations afterwards."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     copy.record_stream(stream)
     empty = torch.cuda.current_stream(device).record_event()
@@ -80,7 +80,7 @@ def _copy(tensor: torch.Tensor, device: torch.device, stream: torch.cuda.Stream)
             left = copy.view(-1).view(torch.uint8)
             for piece in pieces(tensor):
                 staged = torch.empty(len(piece), dtype=torch.uint8, pin_memory=True).copy_(piece)
-                left[: len(piece)].copy_(staged, non_blocking=True)  # torch keeps what is staged until it was read
+                left[: len(piece)].copy_(staged, non_blocking=True)  # torch keeps the staged data until it is read
                 left = left[len(piece) :]
             done = stream.record_event()
 

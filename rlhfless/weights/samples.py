@@ -1,14 +1,13 @@
-"""Which elements of a version are compared, bit for bit, between the learner and the layers of an engine.
+"""Select the elements of a version that are compared bit for bit between the learner and an engine's layers.
 
-The learner reads the values from its live weights, not from the file that it published; the engine reads them back
-from the layers that serve. Both sides choose the elements by this module, from the tensor's shape and the probe's
-tokens alone, so that only values are sent.
+The learner reads the values from its live weights, not from the published file. The engine reads the same elements
+back; the choice depends on the probe's tokens alone, so only values are sent.
 
-The elements form a grid of rows and columns, because an engine with packed layers gives back whole columns: the product
-with a one-hot vector. Their number: 1e-6 is about the smallest learning rate in use, and one Adam update, which moves a
-weight by about the learning rate, changes 1 in 120 of a bfloat16 tensor's elements where weights are about 0.02 (their
-spacing is 1.2e-4), and 1 in 250 where they are about 0.2 (measured). So a stale tensor of 4,096 sampled elements
-passes with a probability of 0.996^4096 = 7e-8 or less.
+The elements form a grid of rows and columns, because an engine with packed layers returns whole columns: the product
+with a one-hot vector. Sample size: 1e-6 is about the smallest learning rate in use, and one Adam update, which moves
+a weight by about the learning rate, changes 1 in 120 of a bfloat16 tensor's elements where weights are about 0.02
+(their spacing is 1.2e-4), and 1 in 250 where they are about 0.2 (measured). A stale tensor with 4,096 sampled
+elements thus passes with a probability of at most 0.996^4096 = 7e-8.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from rlhfless.records import WeightSample
 from rlhfless.weights.digest import dtype_name, tensor_bytes
 
 SAMPLED_ELEMENTS = 4096
-"""Sampled elements of each tensor; 8 KiB in bfloat16, so 6 MB for the 723 tensors of a model of 70 B parameters."""
+"""Sampled elements per tensor: 8 KiB in bfloat16, so 6 MB for the 723 tensors of a 70 B model."""
 
 SAMPLED_COLUMNS = 32
-"""Sampled columns of each matrix: reading them back costs an engine as much as a prefill of 32 tokens."""
+"""Sampled columns per matrix: reading them back costs an engine as much as a prefill of 32 tokens."""
 
 
 def sampled_elements(shape: Sequence[int], tokens: Collection[int]) -> torch.Tensor:
-    """Flat indices `[elements]` of the sampled elements of a tensor of `shape`; all elements of a small one.
+    """Return flat indices `[elements]` of the sampled elements of a tensor of `shape`; all elements if it is small.
 
-    Half of the rows are tokens of the probe, because in an embedding only the rows of tokens that occur move. The
-    other rows are evenly spread, so that each device of a split layer has some.
+    Half of the rows are tokens of the probe, because in an embedding only the rows of occurring tokens change. The
+    other rows are evenly spread, so that each device of a split layer holds some.
     """
     if len(shape) < 2:
         return _spread(shape[0] if shape else 1, SAMPLED_ELEMENTS)
@@ -50,13 +49,13 @@ def sampled_elements(shape: Sequence[int], tokens: Collection[int]) -> torch.Ten
 
 
 def _spread(size: int, most: int) -> torch.Tensor:
-    """Up to `most` indices below `size`, evenly spread."""
+    """Return up to `most` evenly spread indices below `size`."""
     count = min(size, most)
     return torch.arange(count, dtype=torch.int64) * size // max(count, 1)
 
 
 def weight_sample(tensor: torch.Tensor, tokens: Collection[int], dtype: torch.dtype) -> WeightSample:
-    """The sampled elements of `tensor` in `dtype`, and what their rows are scaled by in 8 bits."""
+    """Return the sampled elements of `tensor` in `dtype`, and the row maxima that determine 8-bit scales."""
     tensor, indices = tensor.detach(), sampled_elements(tensor.shape, tokens).to(tensor.device)
     values = bytes(tensor_bytes(tensor.reshape(-1)[indices].to(dtype)))
     if tensor.dim() < 2 or not len(indices):
@@ -68,7 +67,8 @@ def weight_sample(tensor: torch.Tensor, tokens: Collection[int], dtype: torch.dt
 
 
 def decoded(sample: WeightSample, codes: Codes | None = None) -> torch.Tensor:
-    """The sampled elements `[elements]` in their dtype; as a layer has them that holds `codes`, in float32."""
+    """Return the sampled elements `[elements]` in their dtype, or, with `codes`, as an 8-bit layer represents them
+    (float32)."""
     values = torch.frombuffer(bytearray(sample.values), dtype=getattr(torch, sample.dtype))
     if codes is None:
         return values
@@ -78,47 +78,48 @@ def decoded(sample: WeightSample, codes: Codes | None = None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Weights in fp8, as engines hold and multiply them: codes, and one scale for each row of a matrix.
+    """Weights in fp8, as engines store and multiply them: codes, and one scale per row of a matrix.
 
-        scale = max(largest / top, least)      `largest`: the largest magnitude of the row
+        scale = max(largest / top, least)    `largest`: the largest magnitude of the row
         code  = value / scale, rounded to the nearest code, half to even, within [-top, top]
 
-    A row is an output of a layer, or a token. Neither fusing layers nor splitting them over devices changes its scale,
-    so a learner that knows a row's largest magnitude knows an engine's codes. This is vLLM's quantization of weights
-    that it loads (`fp8_per_channel`).
+    A row is an output of a layer, or a token. Neither fusing layers nor splitting them over devices changes its
+    scale, so a learner that knows a row's largest magnitude knows an engine's codes. This is vLLM's quantization of
+    weights that it loads (`fp8_per_channel`).
     """
 
     dtype: torch.dtype
     top: float
-    """The largest."""
+    """The largest code."""
     least_scale: float
-    """A row of zeros has this scale."""
+    """The smallest scale; used for rows of zeros."""
 
     def scales(self, largest: torch.Tensor) -> torch.Tensor:
-        """The scale of each row, float32, from its `largest` magnitude, of any shape."""
-        # A tensor divides; a Python number would multiply by its reciprocal, which may round to another scale.
+        """Return the float32 scale of each row from its `largest` magnitude, of any shape."""
+        # Divide by a tensor: a Python number would multiply by its reciprocal, which may round to another scale.
         top = torch.tensor(self.top, dtype=torch.float32, device=largest.device)
         return (largest.to(torch.float32) / top).clamp_min(self.least_scale)
 
     def of(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The codes `[rows, width]` of `values` [rows, width] with `scales` [rows, 1]."""
+        """Return the codes `[rows, width]` of `values` [rows, width] with `scales` [rows, 1]."""
         return (values.to(torch.float32) / scales).clamp_(-self.top, self.top).to(self.dtype)
 
     def as_drawn_with(self, values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """`values` [rows, width] as a layer with their codes has them, float32; `largest` [rows]: of whole rows."""
+        """Return `values` [rows, width] as a layer with their codes represents them, in float32; `largest` [rows] is
+        over whole rows."""
         scales = self.scales(largest)[:, None]
         return self.of(values, scales).to(torch.float32) * scales
 
 
 SCALING = 1e-6
-"""Relative error of a code times the scales of its row and of a token, in float32."""
+"""Relative error of multiplying a code by the scales of its row and of a token, in float32."""
 
 
 def product_error(dtype: torch.dtype) -> float:
-    """The largest relative error of the product of a code and one, which is exact but for the scales and the rounding
-    to an output's format. Neighbouring codes differ by 1/15 of their value and more."""
+    """Return the largest relative error of the product of two codes, which is exact except for the scales and the
+    rounding to the output's dtype. Adjacent codes differ by at least 1/15 of their value."""
     return torch.finfo(dtype).eps / 2 + SCALING
 
 
 FP8 = Codes(torch.float8_e4m3fn, 448.0, 1 / (448 * 512))
-"""Some devices have other codes for fp8, which their workers know."""
+"""The common fp8 codes. Some devices use other codes, which their workers know."""
