@@ -96,7 +96,7 @@ def test_recurrent_layers_are_told_of_drafts_that_are_not_there() -> None:
 def test_where_drafts_are_measured_to_lose_passes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock says that verifying takes a hundred times as long. Nothing is drafted from then on, but for retries;
     a response that ends meanwhile is known to its siblings all the same."""
-    from rlhfless.functions.generation.vllm import passes as module
+    from rlhfless.functions.generation.vllm import spec_decode_runner as module
 
     now_s = 0.0
     monkeypatch.setattr(module.time, "perf_counter", lambda: now_s)
