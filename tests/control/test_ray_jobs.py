@@ -106,7 +106,7 @@ def test_a_cluster_elsewhere(head: str, tmp_path: Path) -> None:
             assert service.device_counts() == {"cpu-core": 2}
             run = client.post("/v1/runs", json=RUN | {"steps": 200}).json()["id"]
             until(lambda: client.get(f"/v1/runs/{run}").json()["step"] > 3, "steps")
-            (driver,) = processes(f"stand_in_driver {service.settings.runs / run}")
+            (driver,) = processes(f"fake_driver {service.settings.runs / run}")
             driver.send_signal(signal.SIGKILL)
             until(lambda: client.get(f"/v1/runs/{run}").json()["status"] == "succeeded", "the end")
             said = [event["message"] for event in client.get(f"/v1/runs/{run}/events?limit=100").json()["data"]]
@@ -145,12 +145,12 @@ def test_a_driver_is_started_once_and_stopped_in_order(head: str, tmp_path: Path
     drivers = JobDrivers(RayJobs(head), "fakes.fake_driver")
     handle = drivers.start(tmp_path / "run", order)
     assert drivers.start(tmp_path / "run", order) == handle
-    until(lambda: processes(f"stand_in_driver {tmp_path / 'run'}"), "the driver")
-    assert len(processes(f"stand_in_driver {tmp_path / 'run'}")) == 1
+    until(lambda: processes(f"fake_driver {tmp_path / 'run'}"), "the driver")
+    assert len(processes(f"fake_driver {tmp_path / 'run'}")) == 1
     assert drivers.alive(handle)
     drivers.stop(handle)
     until(lambda: not drivers.alive(handle), "the driver's end")
-    assert not processes(f"stand_in_driver {tmp_path / 'run'}")
+    assert not processes(f"fake_driver {tmp_path / 'run'}")
     assert "stopped" in drivers.ended_by(handle).lower()
     drivers.stop(handle)
 

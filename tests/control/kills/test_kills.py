@@ -87,7 +87,7 @@ class Killed:
                 done = json.loads((folder / PROGRESS_FILE).read_text())
             except (OSError, ValueError):
                 continue
-            found = subprocess.run(["pgrep", "-f", f"stand_in_driver {folder}"], capture_output=True, text=True)
+            found = subprocess.run(["pgrep", "-f", f"fake_driver {folder}"], capture_output=True, text=True)
             if found.stdout and done > moved_on.get(run["id"], 0) and run["status"] == "running":
                 moved_on[run["id"]] = done
                 for pid in found.stdout.split():
@@ -112,7 +112,7 @@ class Killed:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             self._process.wait(30)
-        subprocess.run(["pkill", "-9", "-f", f"stand_in_driver {self.data}"], check=False)
+        subprocess.run(["pkill", "-9", "-f", f"fake_driver {self.data}"], check=False)
         self.client.close()
 
 
