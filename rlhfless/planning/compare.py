@@ -1,8 +1,8 @@
-"""A run on devices, in placements and schedules, side by side: where it fits, and what it takes and costs.
+"""Comparison of devices, placements and schedules for a run: whether it fits, and its time and cost.
 
-Each choice is a spec of its own on devices of its own. The memory plan says whether it fits, and the simulator, with
-the run's own policy, what a step takes: for all choices with one seed at the expected lengths, and for those on the
-front (no other is both faster and cheaper) with the seeds and the band that a plan has.
+Each choice is a spec of its own on devices of its own. The memory plan tells whether it fits, and the simulator, with
+the run's own policy, how long a step takes. All choices are simulated with one seed at the expected lengths; choices on
+the Pareto front (no other is both faster and cheaper) get the seeds and the band of a full plan.
 """
 
 from __future__ import annotations
@@ -44,43 +44,44 @@ from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import explain
 
 COUNTS = (1, 8, 16, 64)
-"""Numbers of devices of a kind of the price book: one, a node, two nodes, eight. The smallest that holds the run is
-tried, and of the best kinds the next one, too."""
+"""Numbers of devices tried per kind of the price book: one, a node, two nodes, eight nodes. The smallest that fits the
+run is tried, plus the next one for the best kinds."""
 
 BEST_KINDS = 4
-"""Kinds of the price book that are tried in every placement: those that meet the contract best co-located."""
+"""Number of kinds of the price book tried in every placement: those that meet the contract best when co-located."""
 
 LIMIT = 20
-"""Rows of a comparison for which no devices were named."""
+"""Maximum rows of a comparison without named devices."""
 
 SEARCH_S = 60.0
-"""Seconds after which no further choice is tried, where no devices were named."""
+"""Time limit of the search in seconds, if no devices are named."""
 
 LEARNER_SHARES = (4, 2)
-"""Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
+"""When disaggregated, the learner side has 1 in N devices for each of these: published runs give it a quarter to a
+half."""
 
 LEARNER_KIND, LEARNER_DEVICES = "placement.learner_kind", "placement.learner_devices"
 TURNS, SCHEDULE = "placement.turns", "schedule.type"
 OWN_SCHEDULE = "schedule"
 
 Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
-"""The predictions of choices by a factor of the response lengths."""
+"""Predicts choices with response lengths scaled by a factor."""
 
 OnChoice = Callable[[int, int], None]
-"""Called with the number of choices that are done, and of all."""
+"""Called with the number of finished choices and the total."""
 
 FEW = 16
-"""Choices for which no processes are started: that takes longer than the choices."""
+"""Maximum number of choices computed in this process: starting processes would take longer."""
 
 CHUNK = 4
-"""Choices that a process takes at once, where there are many."""
+"""Choices per task of a worker process, if there are many."""
 
 JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Devices, and what the spec says of its placement on them."""
+    """Devices, and the spec's changes for its placement on them."""
 
     kind: str
     count: int
@@ -89,14 +90,14 @@ class Choice:
 
     @property
     def devices(self) -> Mapping[str, int]:
-        """The numbers of its devices, by kind."""
+        """Return the numbers of its devices, by kind."""
         learner = self.changes.get(LEARNER_KIND)
         return {self.kind: self.count} | ({} if learner is None else {learner: self.changes[LEARNER_DEVICES]})
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A choice, and what was found of it."""
+    """A choice and its result."""
 
     choice: Choice
     placement: str
@@ -107,10 +108,11 @@ class Tried:
 
 
 def comparison(question: Mapping[str, Any]) -> dict[str, Any]:
-    """ComparisonObject, as JSON. Raises InputError.
+    """Return a ComparisonObject as JSON. Raises InputError.
 
-    `question`: spec, devices (of the user's choice), present (devices by kind), the names of Dimensions, trace (folder
-    of an earlier run), deadline_s, limit."""
+    `question` has the keys spec, devices (chosen by the user), present (devices by kind), the fields of Dimensions,
+    trace (folder of an earlier run), deadline_s, and limit.
+    """
     planner, devices = planner_of(question), question.get("devices") or ()
     named = {name: question[name] for name in Dimensions.model_fields if name in question}
     tried = compared(planner, devices, Dimensions.model_validate(named), present=question.get("present") or {})
@@ -119,7 +121,7 @@ def comparison(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def again(planner: Planner) -> Again:
-    """Predicts choices with responses of another length; few, and so in this process."""
+    """Return a function that predicts a few choices with other response lengths, in this process."""
 
     def predicted(factor: float, choices: Sequence[Choice]) -> list[Predicted | None]:
         other = planner.with_lengths(factor).quick()
@@ -136,8 +138,11 @@ def compared(
     on_choice: OnChoice | None = None,
     present: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Tried]:
-    """All choices for devices such as `8xh100`, or `8xl40s+2xh100` with the learner's last. Without any: for those that
-    are `present`, and the best of the price book's. Raises InputError for devices that do not exist."""
+    """Return the results of all choices for devices such as `8xh100`, or `8xl40s+2xh100` with the learner's last.
+
+    Without devices: for those that are `present`, and the best of the price book's. Raises InputError for unknown
+    devices.
+    """
 
     def tried_of(choices: Sequence[Choice]) -> list[Tried]:
         ways = dimensions.ways(planner.spec)
@@ -151,7 +156,7 @@ def compared(
 
 
 def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
-    """The kinds and numbers of devices, each in the placements and with the schedules that are possible on them."""
+    """Return the devices in all placements and schedules possible on them."""
     return [
         Choice(kind, count, changes)
         for kind, count, sides in (parsed_sides(text, draws=not spec.supervised) for text in devices)
@@ -162,8 +167,11 @@ def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
 def _searched(
     planner: Planner, present: Mapping[str, int], tried_of: Callable[[Sequence[Choice]], list[Tried]]
 ) -> list[Tried]:
-    """The devices that are there in every placement; and of the price book's kinds each at the smallest number that
-    holds the run, and the best of them in every placement and at the next number, too."""
+    """Return results for the present devices in every placement, and for the price book's kinds.
+
+    Each kind is tried at the smallest number that fits the run, and the best kinds in every placement and at the next
+    number.
+    """
     spec, until_s = planner.spec, time.monotonic() + SEARCH_S
     there = [f"{count}x{kind}" for kind, count in present.items() if kind in load_devices() and count]
     tried = tried_of(choices_of(spec, there))
@@ -190,7 +198,7 @@ def _searched(
 
 
 def _without_twins(tried: Sequence[Tried]) -> list[Tried]:
-    """Each choice once: devices that are there are also in the price book."""
+    """Return each choice once: present devices are also in the price book."""
     kept: list[Tried] = []
     for each in tried:
         if not any(each.choice == other.choice for other in kept):
@@ -199,15 +207,15 @@ def _without_twins(tried: Sequence[Tried]) -> list[Tried]:
 
 
 def by_contract(spec: RunSpec, tried: Sequence[Tried]) -> list[Tried]:
-    """Those with a prediction, the one that meets the contract best first; of equals the fastest."""
+    """Return the results with a prediction, best by the contract first, ties fastest first."""
     known = sorted((each for each in tried if each.predicted is not None), key=lambda one: _cost(one).wall_s)
     figures = [(_cost(each).wall_s, _cost(each).cost_usd) for each in known]
     return [known[index] for index in order_of(figures, spec.scaling.contract, limit_of_run(spec))]
 
 
 def _placements(spec: RunSpec, kind: str, count: int, sides: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Changes of the spec, by dotted key. `sides`: those that give the learner devices of another kind."""
-    if spec.supervised:  # the learner has all devices, and nothing is drawn beside it
+    """Yield changes of the spec, by dotted key. `sides` are those that give the learner devices of another kind."""
+    if spec.supervised:  # the learner has all devices, and nothing is generated
         yield {"placement.mode": "colocated"}
         return
     if not sides:
@@ -221,13 +229,13 @@ def _placements(spec: RunSpec, kind: str, count: int, sides: Mapping[str, Any]) 
 
 
 def _own(spec: RunSpec) -> Iterator[dict[str, Any]]:
-    """The spec's own schedule, where it is none of those that every comparison tries."""
+    """Yield the spec's own schedule, unless every comparison tries it anyway."""
     if spec.schedule.type not in ("sync", "one_step_off"):
         yield {OWN_SCHEDULE: {"type": spec.schedule.type} | spec.schedule.model_dump(mode="json", exclude_unset=True)}
 
 
 def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnChoice) -> Iterator[Tried]:
-    """The choices in order, worked out in `jobs` processes; with one job, in this one."""
+    """Yield the results of the choices in order, computed in `jobs` processes; with one job, in this process."""
     if jobs == 1 or len(choices) <= FEW:
         for number, choice in enumerate(choices, start=1):
             yield try_choice(planner, choice)
@@ -242,8 +250,11 @@ def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnC
 
 
 def try_choice(planner: Planner, choice: Choice) -> Tried:
-    """Whether the run fits, and its time and cost if it does. Functions that share devices take turns there if it fits
-    only so, or costs less: an engine that is alone awake has more room for KV."""
+    """Return whether the run fits, and if so its time and cost.
+
+    Functions that share devices take turns if the run fits only then or costs less: an engine has more room for KV
+    while the other functions sleep.
+    """
     tried = _tried(planner, choice)
     if choice.changes["placement.mode"] != "colocated" or choice.kind == CPU_KIND or TURNS in choice.changes:
         return tried
@@ -272,11 +283,11 @@ def _tried(planner: Planner, choice: Choice) -> Tried:
 
 
 def spec_of(spec: RunSpec, choice: Choice) -> RunSpec:
-    """The spec of a choice, with nothing decided that its user has left open. Raises InputError."""
+    """Return the spec of a choice, leaving open everything that the user left open. Raises InputError."""
     values = spec.model_dump(mode="json", exclude_unset=True)
-    values.pop("schedule", None)  # its other keys are of the type that the spec names
+    values.pop("schedule", None)  # its other keys depend on the type
     devices = {"placement.kind": choice.kind, "placement.devices": choice.count}
-    if spec.placement.learner_kind is not None:  # a choice without one has devices of one kind
+    if spec.placement.learner_kind is not None:  # otherwise devices are of one kind
         devices[LEARNER_KIND] = None
     for key, value in {**devices, **choice.changes}.items():
         *sections, name = key.split(".")
@@ -291,7 +302,7 @@ def spec_of(spec: RunSpec, choice: Choice) -> RunSpec:
 
 
 def placement_of(choice: Choice) -> str:
-    """The placement in a few words, for a table."""
+    """Return a short description of the placement, for a table."""
     own = f", {choice.changes[OWN_SCHEDULE]['type']}" if OWN_SCHEDULE in choice.changes else ""
     if choice.changes.get(TURNS):
         return f"in turns{own}"
@@ -303,7 +314,7 @@ def placement_of(choice: Choice) -> str:
 
 
 def front(tried: Sequence[Tried]) -> list[Tried]:
-    """Those than which no other is both faster and cheaper, the fastest first."""
+    """Return the Pareto front, fastest first: results for which no other is both faster and cheaper."""
     known = [each for each in tried if each.predicted is not None]
     kept: list[Tried] = []
     for each in sorted(known, key=lambda one: (_cost(one).wall_s, _cost(one).cost_usd)):
@@ -313,8 +324,7 @@ def front(tried: Sequence[Tried]) -> list[Tried]:
 
 
 def energy_kwh(predicted: Predicted, sheet: DeviceSheet) -> float | None:
-    """Of a step, at most: the busy time of the devices at the power that they are built for. None if it is not
-    known."""
+    """Return the maximum energy of a step: the devices' busy time at their rated power. None if that is unknown."""
     return None if sheet.power_w is None else predicted.busy_device_s * sheet.power_w.value / JOULES_PER_KWH
 
 
@@ -325,7 +335,7 @@ def as_json(
     predict: Again | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """ComparisonObject. Without `predict` nothing is said of other lengths."""
+    """Return a ComparisonObject. Without `predict` it has no sensitivity to lengths."""
     best = front(tried)
     ranks = {id(each): rank for rank, each in enumerate(by_contract(planner.spec, tried))}
 
@@ -362,7 +372,7 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
             "predicted": found.cost.model_dump(),
             "step_usd": step_usd,
             "usd_per_million_tokens": MILLION * step_usd / found.response_tokens,
-            # How much of the busy time is of which kind is not known.
+            # The split of the busy time between kinds is unknown.
             "energy_kwh": energy_kwh(found, device_of(choice.kind)) if len(choice.devices) == 1 else None,
         }
     return figures | {

@@ -1,4 +1,4 @@
-"""The inputs of a memory plan: the model's sizes, and the devices that exist or are named."""
+"""Inputs of a memory plan: the model's sizes, and the present or named devices."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ log = logging.getLogger(__name__)
 _DEVICES = re.compile(r"(?:([1-9]\d{,99}) ?x ?)?([a-z][\w-]*)", re.IGNORECASE)
 
 PROMPT_TOKENS = 1024
-"""Room for a prompt where the prompts have not been read: the longest sequence is this and `generation.max_tokens`."""
+"""Room for a prompt if the prompts have not been read: the longest sequence is this plus `generation.max_tokens`."""
 
 
 RESPONSE_TOKENS = 1024
-"""The same for a written response, of runs that learn from those."""
+"""Room for a written response, for runs that learn from written responses."""
 
 
 def parsed_devices(text: str) -> tuple[str, int]:
-    """Kind and number of `8xh100`. Raises InputError."""
+    """Return kind and number of `8xh100`. Raises InputError."""
     match = _DEVICES.fullmatch(text.strip())
     if match is None:
         raise InputError("--devices", [Problem("", f"{text!r} names no devices", "write it as 8xh100")])
     kind, count = match[2].lower(), int(match[1] or 1)
-    if count > MOST_PROCESSES:  # as `placement.devices`: a plan takes time and memory for each
+    if count > MOST_PROCESSES:  # same limit as `placement.devices`: a plan takes time and memory per device
         what = f"{text!r}: more than {MOST_PROCESSES:,} devices"
         raise InputError("--devices", [Problem("", what, "ask for fewer")])
     try:
@@ -59,8 +59,11 @@ def parsed_devices(text: str) -> tuple[str, int]:
 
 
 def parsed_sides(text: str, *, draws: bool = True) -> tuple[str, int, dict[str, Any]]:
-    """Kind and number of `8xh100`; of `8xl40s+2xh100` those of generation, and the keys of a spec, by dotted name, that
-    give the learner the others. Raises InputError, also for two sides of a run that draws nothing (`draws`)."""
+    """Return kind and number of `8xh100`; for `8xl40s+2xh100` those of generation, and the dotted spec keys that give
+    the learner the others.
+
+    Raises InputError, also for two sides of a run without generation (`draws` is False).
+    """
     generation, plus, learner = text.partition("+")
     kind, count = parsed_devices(generation)
     if not plus:
@@ -77,7 +80,7 @@ def parsed_sides(text: str, *, draws: bool = True) -> tuple[str, int, dict[str, 
 
 
 def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | None = None) -> Question:
-    """A spec on devices of a kind, with everything that they decide.
+    """Return a spec on devices of a kind, with all device-dependent values resolved.
 
     Raises InputError if the model's sizes cannot be read from its config.json.
     """
@@ -95,7 +98,8 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
 
 
 def _within_context(spec: RunSpec, limit: int | None) -> RunSpec:
-    """The spec with a default `generation.max_tokens` that leaves half of a small model's context to prompts."""
+    """Reduce a default `generation.max_tokens` that exceeds a small model's context to half of the context, leaving
+    room for prompts."""
     context = spec.model.max_context_tokens or limit
     if context is None or is_set(spec, "generation.max_tokens") or spec.generation.max_tokens < context:
         return spec
@@ -103,8 +107,8 @@ def _within_context(spec: RunSpec, limit: int | None) -> RunSpec:
 
 
 def resolve_for_devices(spec: RunSpec, kind: str, count: int) -> RunSpec:
-    """A spec with everything that `count` devices of a kind decide, or the kind alone for a model whose sizes are not
-    known. On CPU cores the hub is not asked for them."""
+    """Return a spec with all values that depend on `count` devices of a kind resolved, or only those that depend on the
+    kind if the model's sizes are unknown. For CPU cores the sizes are not fetched from the hub."""
     if _on_cores(spec, kind) and not is_path(spec.model.path):
         return unplanned(spec, kind)
     try:
@@ -114,19 +118,19 @@ def resolve_for_devices(spec: RunSpec, kind: str, count: int) -> RunSpec:
 
 
 def _on_cores(spec: RunSpec, kind: str) -> bool:
-    """Whether all devices of a run, whose generation has this kind, are CPU cores."""
+    """Return whether all devices of a run are CPU cores. `kind` is generation's."""
     return {kind, spec.placement.kind_of_learner(kind)} == {CPU_KIND}
 
 
 def devices_of(spec: RunSpec, nodes: Sequence[Node]) -> tuple[str, int]:
-    """Kind and number of the devices of a run on these nodes, without a learner's of another kind. Raises
-    PlacementError if they have none to choose."""
+    """Return kind and number of a run's devices on these nodes, excluding a learner's of another kind. Raises
+    PlacementError if no kind can be chosen."""
     kind = device_kind(spec.placement, nodes)
     return kind, spec.placement.devices or sum(node.count(kind) for node in nodes)
 
 
 def local_devices(spec: RunSpec) -> tuple[str, int]:
-    """Kind and number of a run's devices on this machine.
+    """Return kind and number of a run's devices on this machine.
 
     Raises PlacementError, UnknownAccelerator, or InputError if the price book cannot be read.
     """
@@ -136,8 +140,8 @@ def local_devices(spec: RunSpec) -> tuple[str, int]:
 
 
 def on_these_devices(spec: RunSpec) -> tuple[RunSpec, str]:
-    """A spec with everything that the devices of this machine decide, and a text that names them. If the spec joins a
-    cluster, its devices decide later."""
+    """Resolve a spec for the devices of this machine, and return it with their description. A spec that joins a cluster
+    is resolved later."""
     if spec.placement.ray_address:
         return spec, f"the devices of the cluster at {spec.placement.ray_address}"
     try:
@@ -148,10 +152,10 @@ def on_these_devices(spec: RunSpec) -> tuple[RunSpec, str]:
 
 
 def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> list[Problem]:
-    """Why a settled run cannot start on `count` devices of a kind: refused settings, and functions that do not
-    fit.
+    """Return the reasons that a resolved run cannot start on `count` devices of a kind: refused settings, and
+    insufficient memory.
 
-    Nothing is refused on CPU cores, whose memory other programs share, nor if sizes are not known.
+    On CPU cores, whose memory other programs share, or for unknown sizes, memory is never a reason.
     """
     problems = device_problems(spec, kind)
     if _on_cores(spec, kind):
@@ -170,13 +174,13 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
 
 
 def with_ranks(spec: RunSpec, ranks: int | None) -> RunSpec:
-    """A settled spec whose learner has so many ranks; the spec itself for None."""
+    """Return a resolved spec with `ranks` learner ranks, or the spec itself for None."""
     return spec if ranks is None else edited(spec, {"learner.ranks": ranks})
 
 
 def rank_counts(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> tuple[int, ...]:
-    """The numbers of ranks that the learner of a settled run may have on `count` devices of a kind, the largest first:
-    from `learner.ranks` down to `learner.min_ranks`, without those that memory does not allow."""
+    """Return the possible numbers of learner ranks of a resolved run on `count` devices of a kind, largest first: from
+    `learner.ranks` down to `learner.min_ranks`, without those that do not fit in memory."""
     learner = spec.learner
     fewer = range(learner.world_size - 1, learner.fewest_ranks - 1, -1)
     fit = (ranks for ranks in fewer if not memory_problems(with_ranks(spec, ranks), kind, count, sequence_tokens))
@@ -184,8 +188,8 @@ def rank_counts(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> t
 
 
 def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> int:
-    """The bytes of the host's memory, over all nodes, while the functions load; 0 on CPU cores, whose memory other
-    programs share, and where sizes are not known."""
+    """Return the host memory in bytes, over all nodes, needed while the functions load. 0 on CPU cores, whose memory
+    other programs share, and for unknown sizes."""
     if _on_cores(spec, kind):
         return 0
     try:
@@ -197,11 +201,11 @@ def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) ->
 def planned(
     spec: RunSpec, shape: ModelShape | None, kind: str, sequence_tokens: int
 ) -> Mapping[str, Mapping[str, int]]:
-    """The bytes of one replica or rank on one device, by function and phase; empty if sizes are not known."""
+    """Return the bytes of one replica or rank on one device, by function and phase; empty for unknown sizes."""
     if shape is None or kind not in load_devices():
         return {}
     rewards = reward_shapes(spec)
-    # Of reward models whose sizes are known in part, the figure would be wrong.
+    # The figure would be wrong if only some reward models have known sizes.
     terms = MemoryTerms(spec, shape, device_of(kind), sequence_tokens, rewards, draft_shape(spec))
     unknown = len(rewards) < len(spec.reward_models)
     return {
@@ -212,20 +216,20 @@ def planned(
 
 
 def shared_kv_bytes(spec: RunSpec, shape: ModelShape | None, kind: str) -> int | None:
-    """The planned bytes of the KV cache of an engine that shares its GPU: a measurement would count the memory of other
-    functions as the engine's. None if the engine is alone, or the plan has no figure."""
+    """Return the planned KV cache in bytes of an engine that shares its GPU, where a measurement would include other
+    functions' memory. None if the engine does not share its GPU or the plan has no figure."""
     if spec.placement.mode != "colocated" or kind == CPU_KIND or shape is None or kind not in load_devices():
         return None
     return kv_bytes(spec, shape, device_of(kind), draft_shape(spec))
 
 
 def host_memory_bytes() -> int:
-    """Memory of this machine."""
+    """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def reward_shapes(spec: RunSpec) -> tuple[tuple[RewardModelSpec, ModelShape], ...]:
-    """The reward models whose sizes can be read; of others, such as encoders, the plan counts nothing."""
+    """Return the reward models whose sizes can be read. The plan ignores others, such as encoders."""
     shapes = []
     for part in spec.reward_models:
         try:
@@ -236,8 +240,8 @@ def reward_shapes(spec: RunSpec) -> tuple[tuple[RewardModelSpec, ModelShape], ..
 
 
 def draft_shape(spec: RunSpec) -> ModelShape | None:
-    """The sizes of the draft model or head of engines; None without one, or if they cannot be read. A head that shares
-    the model's embeddings holds less."""
+    """Return the sizes of the engines' draft model or head; None without one, or if they cannot be read. This is an
+    upper bound for a head that shares the model's embeddings."""
     model = spec.generation.speculation.model
     if model is None:
         return None
@@ -249,14 +253,14 @@ def draft_shape(spec: RunSpec) -> ModelShape | None:
 
 
 def _config(model: str) -> Mapping[str, Any]:
-    """The configuration of a model's text model. Raises ValueError and OSError."""
+    """Return the configuration of a model's text model. Raises ValueError and OSError."""
     config = model_config(model)
     return _mapping(config.get("text_config", config))
 
 
 def model_config(model: str) -> Mapping[str, Any]:
-    """The values of a model's config.json; of a model of the hub that cannot be reached, the sizes that are built in.
-    Raises ValueError and OSError."""
+    """Return a model's config.json, or the built-in sizes of a known hub model if the hub is unreachable. Raises
+    ValueError and OSError."""
     try:
         return _mapping(parsed_json(config_file(model).read_bytes()))
     except OSError:
@@ -267,7 +271,7 @@ def model_config(model: str) -> Mapping[str, Any]:
 
 
 def _shape(spec: RunSpec) -> tuple[ModelShape, Mapping[str, Any]]:
-    """The sizes of a model, and the configuration that they are from."""
+    """Return a model's sizes and the configuration that they come from."""
     try:
         config = _config(spec.model.path)
         return ModelShape.of_config(config), config
@@ -278,14 +282,14 @@ def _shape(spec: RunSpec) -> tuple[ModelShape, Mapping[str, Any]]:
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:
-    """Raises ValueError if it is none."""
+    """Return `config` if it is a mapping. Raises ValueError otherwise."""
     if not isinstance(config, Mapping):
         raise ValueError(f"it is a {type(config).__name__}, not a mapping")
     return config
 
 
 def config_file(model: str) -> Path:
-    """Raises OSError if neither a folder nor the hub has it."""
+    """Return the path of a model's config.json. Raises OSError if neither a folder nor the hub has it."""
     if is_path(model):
         return Path(model) / "config.json"
     from huggingface_hub import hf_hub_download, try_to_load_from_cache

@@ -1,9 +1,9 @@
-"""The memory that a run holds on every device, and whether it fits. Pure: from a spec, a model's sizes and a kind of
-device.
+"""The memory plan of a run: the memory held on every device, and whether it fits. Pure: computed from a spec, a model's
+sizes and a kind of device.
 
-An engine keeps its share of a device, and torch keeps memory that it has once had. So a device must hold the largest
-phase of each of its functions at once. Where functions take turns (`placement.turns`), it must hold the largest phase
-of all, and what the process of each other function keeps.
+An engine keeps its share of a device, and torch keeps memory once reserved. A device must therefore hold the largest
+phase of each of its functions at once. If functions take turns (`placement.turns`), it must hold the largest single
+phase, plus the memory that each other function's process keeps.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MOST_TOKENS = 2**24
 """Upper bound of the search for the largest micro-batch: more than any step has."""
 
 HOST_CORES = 64
-"""Cores of a GPU machine, for placements that are only planned: more than scoring takes."""
+"""Cores assumed for a GPU machine in hypothetical placements: more than scoring needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionPlan:
-    """A replica or rank of a function on one device: its phases, of which the largest counts."""
+    """A replica or rank of a function on one device. The largest of its phases counts."""
 
     function: str
     phases: tuple[MemoryPhase, ...]
@@ -54,13 +54,13 @@ class FunctionPlan:
 
     @property
     def asleep_bytes(self) -> int:
-        """The bytes that stay on the device while the function sleeps."""
+        """Return the bytes that stay on the device while the function sleeps."""
         return sum(part.size_bytes for part in self.largest.parts if part.name in STAYS)
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """One device, or several that hold the same."""
+    """One device, or several with the same contents."""
 
     count: int
     kind: str
@@ -69,11 +69,11 @@ class DevicePlan:
     turns: bool = False
     """Whether its functions take turns."""
     guests: int = 0
-    """Other runs that sleep on it, each counted like this one."""
+    """Number of other runs that sleep on it, each with the same size as this one."""
 
     @property
     def size_bytes(self) -> int:
-        """The most that is held at a time."""
+        """Return the maximum memory held at a time."""
         held = [part.largest.size_bytes for part in self.functions]
         if not self.turns:
             return sum(held)
@@ -82,7 +82,7 @@ class DevicePlan:
 
     @property
     def usable_bytes(self) -> int:
-        """The bytes that a plan may fill."""
+        """Return the bytes that a plan may fill."""
         return self.memory_bytes if self.kind == CPU_KIND else device_of(self.kind).usable_bytes
 
     @property
@@ -96,25 +96,25 @@ class MemoryPlan:
 
     devices: tuple[DevicePlan, ...]
     kv_tokens: int | None
-    """Tokens that the KV cache of one actor holds in sequences of `sequence_tokens`; None without actors."""
+    """Tokens that one actor's KV cache holds in sequences of `sequence_tokens`; None without actors."""
     sequence_tokens: int
-    """The longest sequence."""
+    """Length of the longest sequence."""
     micro_batch_tokens: int
-    """The largest micro-batch that fits beside what else is on the learner's devices; 0 if none does."""
+    """Largest micro-batch that fits into the memory left on the learner's devices; 0 if none does."""
     host_bytes: int
-    """The host memory needed, over all nodes: ranks load their shards in float32 before they move them, or keep them
-    there with gradients and optimiser; on CPU cores all that the functions hold."""
+    """Host memory required over all nodes. Ranks load their shards in float32 before moving them to the device, or keep
+    them on the host with gradients and optimiser. On CPU cores it is the memory of all functions."""
     shared_bytes: int
-    """The shared memory needed on the learner's node: the store of weights."""
+    """Shared memory required on the learner's node for the store of weights."""
     cache_bytes: int
-    """The shared memory needed on each other node: its cache of the store."""
+    """Shared memory required on each other node for its cache of the store."""
     checkpoint_bytes: int
-    """The host memory needed over the nodes of learner and critic while a checkpoint is written in the background: a
-    copy of master weights and moments. Where it is not free the run waits for the checkpoint."""
+    """Host memory required over the nodes of learner and critic while a checkpoint is written in the background: a copy
+    of master weights and moments. If it is not free, the run waits for the checkpoint."""
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What does not fit; empty if everything fits."""
+        """Return descriptions of everything that does not fit; empty if the run fits."""
         problems = [
             f"{device.kind}: {_gib(device.size_bytes)} are needed and {_gib(device.usable_bytes)} are usable ("
             + ", ".join(
@@ -146,11 +146,11 @@ def memory_plan(
     rewards: Rewards = (),
     draft: ModelShape | None = None,
 ) -> MemoryPlan:
-    """The plan of a run on `count` devices of a kind (and those of its `placement.learner_kind`), whose sequences have
-    at most `sequence_tokens`.
+    """Return the plan of a run on `count` devices of a kind, plus those of its `placement.learner_kind`, for sequences
+    of up to `sequence_tokens`.
 
-    `host_bytes`: memory of one machine, which is the devices' own on CPU cores. `rewards`: sizes of the reward models
-    that are known; `draft`: those of a draft model. Raises PlacementError if there are too few devices.
+    `host_bytes` is the memory of one machine, which on CPU cores is the devices' own. `rewards` are the known sizes of
+    reward models; `draft` those of a draft model. Raises PlacementError if there are too few devices.
     """
     of_learner = learner_sheet(spec, sheet)
     memory = {each.kind: _memory_bytes(each, host_bytes) for each in (sheet, of_learner)}
@@ -176,12 +176,12 @@ def memory_plan(
     headless = {"critic", "learner"} if spec.type == "reward_model" else {"critic"}
     sizes = {name: (without_head(shape) if name in headless else shape).parameters for name in spec.trained}
     weights = {name: 4 * sizes[name] * part.copies for name, part in spec.trained.items()}
-    # What a checkpoint copies, and what waits in the host's memory in turns: master weights, moments, an average.
+    # Memory copied by a checkpoint, and kept on the host during turns: master weights, moments, moving average.
     kept = {
         name: kept_bytes(size, averaged=spec.trained[name].average_decay is not None) for name, size in weights.items()
     }
     offloaded = sum(weights[name] + kept[name] for name, part in spec.trained.items() if part.offload)
-    waiting = kept if spec.placement.in_turns else weights  # all are loaded by way of the host
+    waiting = kept if spec.placement.in_turns else weights  # all are loaded through the host
     on_devices = sum(waiting[name] for name, part in spec.trained.items() if not part.offload)
     loaded = on_devices + _frozen_bytes(spec, shape, rewards)
     held = offloaded + (0 if of_learner.kind == CPU_KIND else loaded)
@@ -202,7 +202,7 @@ def memory_plan(
 
 
 def learner_sheet(spec: RunSpec, sheet: DeviceSheet) -> DeviceSheet:
-    """The devices of the learner's side, where `sheet` is of generation's. Raises UnknownDevice."""
+    """Return the sheet of the learner side's devices; `sheet` is that of generation. Raises UnknownDevice."""
     return sheet if spec.placement.learner_kind is None else device_of(spec.placement.learner_kind)
 
 
@@ -211,23 +211,23 @@ def _memory_bytes(sheet: DeviceSheet, host_bytes: int) -> int:
 
 
 def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
-    """The cores of a machine, which share its memory."""
+    """Merge the cores of a machine, which share its memory."""
     if len(plans) == 1 and plans[0].count == 1:
         return (plans[0],)
     functions = tuple(part for plan in plans for part in plan.functions for _ in range(plan.count))
-    # Each of several cores has its own turns, and this is the memory of all: counted as without turns, to be safe.
+    # Several cores take turns independently, but share this memory: to be safe, counted as without turns.
     return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, functions),) if plans else ()
 
 
 def held_devices(spec: RunSpec, kind: str, count: int) -> dict[str, float]:
-    """The devices that each function holds in a run on `count` of a kind; of those that it shares, its shares. Raises
-    PlacementError."""
+    """Return the number of devices of each function in a run on `count` devices of a kind, counting shared devices by
+    share. Raises PlacementError."""
     allocations = _placement(spec, kind, count).allocations
     return {function: math.fsum(share for each in of for share in each.shares) for function, of in allocations.items()}
 
 
 def nodes_of(spec: RunSpec, function: str, kind: str, count: int) -> tuple[int, ...]:
-    """The number of a function's devices on each of its nodes; empty if there are too few devices."""
+    """Return the number of a function's devices on each of its nodes; empty if there are too few devices."""
     try:
         placement = _placement(spec, kind, count)
     except PlacementError:
@@ -246,7 +246,7 @@ def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
 
 
 def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str]) -> Mapping[Device, list[str]]:
-    """The functions, of these, that have a replica or rank on each device, once for each replica or rank."""
+    """Return the functions among `names` on each device, once for each replica or rank."""
     placement = _placement(spec, kind, count)
     by_device: defaultdict[Device, list[str]] = defaultdict(list)
     for wanted in (wanted for wanted in replica_requests(spec) if wanted.function in names):
@@ -260,7 +260,7 @@ def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str])
 
 
 def _nodes(kind: str, count: int, first: int = 0) -> list[Node]:
-    """Machines with `count` devices: one with all CPU cores, or machines of eight GPUs; numbered from `first`."""
+    """Return machines with `count` devices, numbered from `first`: one with all CPU cores, or machines of eight GPUs."""
     if kind == CPU_KIND:
         return [Node(str(first), "", count, count)]
     sizes = [min(NODE_DEVICES, count - taken) for taken in range(0, count, NODE_DEVICES)]
@@ -268,13 +268,13 @@ def _nodes(kind: str, count: int, first: int = 0) -> list[Node]:
 
 
 def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
-    """The host's bytes while reference and reward models are loaded: each in its own format."""
+    """Return the host bytes needed to load reference and reward models, each in its own format."""
     reference = DTYPE_BYTES[spec.learner.dtype] * shape.parameters if spec.needs_reference else 0
     return reference + sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in rewards)
 
 
 def _largest_micro_batch(terms: MemoryTerms, plans: Sequence[DevicePlan]) -> int:
-    """The largest micro-batch that fits, in tokens, on the device with the least memory left for each rank."""
+    """Return the largest micro-batch in tokens that fits on the device with the least memory left per rank."""
     rooms = []
     for plan in plans:
         others = [
@@ -297,14 +297,14 @@ def _gib(size_bytes: int) -> str:
 
 
 TENSOR_PARALLEL_SIZES = (2, 4, 8)
-"""Sizes that vLLM's kernels and most models' numbers of heads take, inside one machine."""
+"""Sizes supported by vLLM's kernels and divisible into most models' heads, within one machine."""
 
 FRACTIONS = (0.6, 0.45, 0.3)
-"""The fractions of a GPU for an engine that shares it."""
+"""Fractions of a GPU for an engine that shares it."""
 
 
 def more_ranks(devices: int, ranks: int = 0) -> Iterator[int]:
-    """Numbers of learner ranks above `ranks` that `devices` can hold: powers of two, and one on each device."""
+    """Yield numbers of learner ranks above `ranks` that fit on `devices`: powers of two, and one per device."""
     powers = [2**power for power in range(devices.bit_length()) if ranks < 2**power < devices]
     yield from powers
     if devices > ranks:
@@ -313,7 +313,7 @@ def more_ranks(devices: int, ranks: int = 0) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Which run is to fit on which devices."""
+    """A run and the devices that it should fit on."""
 
     spec: RunSpec
     shape: ModelShape
@@ -322,35 +322,35 @@ class Question:
     sequence_tokens: int
     host_bytes: int
     rewards: Rewards = ()
-    """The reward models whose sizes are known."""
+    """The reward models of known size."""
     draft: ModelShape | None = None
     """The sizes of a draft model."""
     given: RunSpec | None = None
-    """The spec before `spec` was placed: what its user has left open is open there."""
+    """The spec before `spec` was placed, with the keys that the user left open."""
 
     @property
     def learner_sheet(self) -> DeviceSheet:
-        """The devices of the learner's side."""
+        """Return the sheet of the learner side's devices."""
         return learner_sheet(self.spec, self.sheet)
 
     @property
     def learner_count(self) -> int:
-        """Devices of the learner's side."""
+        """Return the number of devices on the learner side."""
         placement = self.spec.placement
         return placement.learner_devices if placement.mode == "disaggregated" else self.count
 
     @property
     def devices(self) -> Mapping[str, int]:
-        """The numbers of its devices, by kind."""
+        """Return the numbers of its devices, by kind."""
         own = self.spec.placement.learner_kind
         return {self.sheet.kind: self.count} | ({} if own is None else {own: self.learner_count})
 
     def with_schedule(self, schedule: ScheduleSpec) -> Question:
-        """The same run with another schedule."""
+        """Return the same run with another schedule."""
         return replace(self, spec=self.spec.model_copy(update={"schedule": schedule}), given=None)
 
     def plan(self) -> MemoryPlan:
-        """Raises PlacementError if there are too few devices."""
+        """Return its memory plan. Raises PlacementError if there are too few devices."""
         return memory_plan(
             self.spec,
             self.shape,
@@ -364,7 +364,7 @@ class Question:
 
 
 def edited(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
-    """The spec with other values, by dotted key. Keys count as set by the user if they did before."""
+    """Return the spec with other values, by dotted key. Whether a key counts as set by the user is unchanged."""
     for key, value in values.items():
         spec = _edited(spec, key.split("."), value)
     return spec

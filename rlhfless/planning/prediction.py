@@ -51,7 +51,7 @@ class Drawn:
 
     @classmethod
     def of(cls, spec: RunSpec, signal: float | None) -> Drawn:
-        """`signal`: s, if it is known."""
+        """Return the samples of a step of the spec. `signal` is the share of groups with a signal, if known."""
         prompts, samples, needs = spec.prompts_per_step, spec.samples_per_prompt, spec.algorithm.needs
         share = 1.0 if signal is None else max(signal, 1 / prompts)  # a step learns at least one group
         if needs.redraws:

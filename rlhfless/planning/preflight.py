@@ -1,6 +1,6 @@
-"""Everything that can be checked before anything is started, with every problem reported at once.
+"""Preflight checks: everything that can be checked before a start, reporting all problems at once.
 
-Not checked here, because only the cluster knows them: the devices of a joined Ray cluster, and whether the run fits
+Not checked here, because only the cluster knows: the devices of a joined Ray cluster, and whether the run fits into
 their memory.
 """
 
@@ -110,7 +110,7 @@ def _preflight(spec: RunSpec) -> Prepared:
 
 
 def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: PolicyModel) -> int:
-    """Tokens of the longest prompt and response."""
+    """Return the tokens of the longest prompt plus response."""
     if spec.supervised:
         examples = cast(Sequence[Example], prompts)
         return max((len(tokens) for example in examples for tokens in example.sequences), default=0)
@@ -119,7 +119,7 @@ def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: PolicyModel) -> i
 
 
 def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
-    """The result of the check; or None, with its problems added to the list."""
+    """Return the result of the check, or None after adding its problems to the list."""
     try:
         return check()
     except InputError as error:
@@ -143,7 +143,7 @@ def _price_problems(spec: RunSpec) -> list[Problem]:
 def _device_problems(spec: RunSpec) -> list[Problem]:
     if spec.placement.ray_address:
         return []
-    # Imported here, because it imports torch: a fault found earlier should not wait for that.
+    # Imported lazily because it imports torch, which would delay earlier errors.
     from rlhfless.prepare.machine import local_node
     from rlhfless.scaling.accelerators import UnknownAccelerator
     from rlhfless.scaling.function_specs import place_run
@@ -154,7 +154,7 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     except (PlacementError, UnknownAccelerator) as error:
         return [Problem("placement", str(error))]
     except InputError:
-        return []  # the price book cannot be read, which is reported already
+        return []  # an unreadable price book is reported already
     return []
 
 
@@ -214,7 +214,7 @@ def _port_problems(spec: RunSpec) -> list[Problem]:
 
 
 def _folder_problems(field: str, folder: str | None) -> list[Problem]:
-    """Checks, without writing, that the folder can be made and that files can be made in it."""
+    """Check, without writing, that the folder can be created and written to."""
     if folder is None:
         return []
     existing = Path(folder).absolute()
@@ -229,7 +229,7 @@ def _folder_problems(field: str, folder: str | None) -> list[Problem]:
 
 def _batch_problems(spec: RunSpec) -> list[Problem]:
     groups = spec.prompts_per_step // spec.mini_batches
-    pairs = spec.supervised and spec.sequences_per_prompt > 1  # each is learned from by one rank
+    pairs = spec.supervised and spec.sequences_per_prompt > 1  # each pair is learned from by a single rank
     sequences, noun = groups * (1 if pairs else spec.sequences_per_prompt), "pairs" if pairs else "sequences"
     if spec.learner.world_size <= sequences:
         return []
@@ -240,7 +240,7 @@ def _batch_problems(spec: RunSpec) -> list[Problem]:
 def _token_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     problems = []
     context, most = policy.context_tokens, spec.generation.max_tokens
-    # A default that the context does not hold ends responses earlier: see `_within_context` of planning/inputs.py.
+    # A default beyond the context shortens responses instead: see `_within_context` in planning/inputs.py.
     if context is not None and most > context - 1 and is_set(spec, "generation.max_tokens"):
         what = f"{most} leaves no room for a prompt in the context of {context} tokens"
         problems.append(Problem("generation.max_tokens", what, f"set it to at most {context - 1}"))
@@ -268,7 +268,7 @@ def _prompt_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
 
 
 def _share_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
-    """Sets of a mixture with fewer prompts than their share of a step."""
+    """Return the sets of a mixture with fewer prompts than their share of a step."""
     weights, problems = spec.data.weights, []
     for index, (name, weight) in enumerate(weights.items()):
         most = math.floor(spec.prompts_per_step * weight / sum(weights.values())) + (len(weights) > 1)
@@ -281,7 +281,7 @@ def _share_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
 
 
 def _best_problems(spec: RunSpec, held_out: Sequence[Prompt]) -> list[Problem]:
-    """A metric of the best checkpoint that the run will not have, as far as its name can tell."""
+    """Return a problem if the run will not have the metric of the best checkpoint, judging by its name."""
     metric = spec.checkpoint.best.metric
     family, slash, _ = metric.partition("/")
     figures = ("", "_greedy", *(f"_pass@{k}" for k in spec.evaluation.pass_at))
@@ -335,7 +335,7 @@ def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> l
     warnings += _pass_warnings(spec, max_model_len)
     bounds = spec.scaling.generation
     undecided = bounds.max_actors == "auto" and spec.placement.ray_address is not None
-    # The spec of a resumed run has all defaults, so what is set says nothing.
+    # The spec of a resumed run contains all defaults, so set keys carry no information.
     if spec.scaling.contract != type(spec.scaling)().contract and bounds.fixed and not undecided:
         warnings.append(
             f"scaling.contract: has no effect, because the number of generation actors is always {bounds.min_actors}; "

@@ -1,4 +1,4 @@
-"""The memory, time and cost of a run on its own devices."""
+"""Memory, time and cost of a run on its own devices."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Planner:
-    """A run, and what is known of its model and of its responses."""
+    """A run, and known facts about its model and responses."""
 
     spec: RunSpec
     trace: Trace | None = None
-    """An earlier run, for its lengths and, on the same devices, its latencies."""
+    """An earlier run, used for its lengths and, on the same devices, its latencies."""
     measured: LatencyFile | None = None
-    """Latencies measured on the devices that are asked for."""
+    """Latencies measured on the requested devices."""
     hurried: bool = False
     found_lengths: Lengths | None = None
-    """`lengths`, where another planner has found them: to read them from the data takes seconds."""
+    """`lengths` found by another planner: reading them from the data takes seconds."""
 
     @cached_property
     def lengths(self) -> Lengths:
-        """The response lengths that predictions assume."""
+        """Return the response lengths that predictions assume."""
         if self.found_lengths is not None:
             return self.found_lengths
         return written_lengths(self.spec, self.trace) if self.spec.supervised else lengths_of(self.spec, self.trace)
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
-        """The model's config.json; None if it cannot be read."""
+        """Return the model's config.json, or None if it cannot be read."""
         try:
             return dict(model_config(self.spec.model.path))
         except (OSError, ValueError):
@@ -62,22 +62,22 @@ class Planner:
 
     @cached_property
     def shape(self) -> ModelShape | None:
-        """The model's sizes; None if they cannot be told from its config."""
+        """Return the model's sizes, or None if its config does not determine them."""
         try:
             return None if self.config is None else ModelShape.of_config(self.config)
         except UserError:
             return None
 
     def with_lengths(self, factor: float) -> Planner:
-        """One whose responses are so many times as long."""
+        """Return a planner with response lengths scaled by a factor."""
         return replace(self, found_lengths=self.lengths.times(factor))
 
     def quick(self) -> Planner:
-        """One whose predictions are made with less work."""
+        """Return a planner that makes faster, less precise predictions."""
         return replace(self, hurried=True, found_lengths=self.lengths)
 
     def predicted(self, asked: Question) -> tuple[Predicted | None, str | None]:
-        """Time and cost, or why there is no prediction."""
+        """Return time and cost, or the reason that there is no prediction."""
         if self.config is None:
             return None, "the model's config.json cannot be read"
         try:
@@ -87,14 +87,14 @@ class Planner:
             if latency is not None and not self.spec.supervised and not like(asked.spec, self.spec):
                 return None, f"on {asked.sheet.kind} latencies are measured with the settings of the spec"
             found = self._made(asked, latency)
-            # What is fitted to a run is as far off as for that run.
+            # A fit to a run deviates as much as it does for that run itself.
             scatter = self._scatter if latency is not None and self.measured is None else None
             return found if scatter is None else replace(found, cost=scatter.banded(found.cost)), None
         except (UserError, ValueError) as error:
             return None, str(error).splitlines()[-1].strip()
 
     def _made(self, asked: Question, latency: LatencyFile | LearningFit | None) -> Predicted:
-        """The prediction with these latencies; None: by data sheets. Raises UserError, ValueError."""
+        """Return the prediction with these latencies; by data sheets if None. Raises UserError, ValueError."""
         if self.spec.supervised:
             return written(asked, self.lengths, latency)
         assert self.config is not None
@@ -103,7 +103,7 @@ class Planner:
 
     @cached_property
     def _scatter(self) -> Scatter | None:
-        """The steps of the earlier run beside their prediction, made in the same way."""
+        """Return how the steps of the earlier run scatter around their own prediction."""
         assert self.trace is not None
         kinds = Counter({held.device: held.device_kind for held in self.trace.holdings}.values())
         try:
@@ -119,7 +119,7 @@ class Planner:
         return Scatter.of(self.trace, step_s, kind)
 
     def row(self, asked: Question) -> dict[str, Any]:
-        """PlannedDevices: whether the run fits, and its time and cost if it does."""
+        """Return PlannedDevices: whether the run fits, and if so its time and cost."""
         plan = asked.plan()
         problems = plan_problems(asked, plan)
         change = nearest_change(asked) if problems and not plan.fits else None
@@ -138,14 +138,14 @@ class Planner:
         }
 
     def schedules(self, asked: Question, row: Mapping[str, Any]) -> dict[str, Any]:
-        """`schedules` and `schedule_reason` of PlanObject. `row`: the run's own PlannedDevices."""
+        """Return `schedules` and `schedule_reason` of PlanObject. `row` is the run's own PlannedDevices."""
         if not row["fits"]:
             return NO_SCHEDULES
         return schedules_of(asked, self._beside(asked, row["predicted"]))
 
     def _beside(self, asked: Question, planned: Mapping[str, Any] | None) -> Predict:
-        """Quick predictions, scaled so that the run's own is the one that was `planned` with more work: a plan must not
-        show two figures of the same run."""
+        """Return quick predictions, scaled to match the full prediction `planned` for the run itself, so that a plan
+        never shows two figures for the same run."""
         quick = self.quick()
         own, _ = quick.predicted(asked)
         if own is None or planned is None:
@@ -160,22 +160,22 @@ class Planner:
         return predict
 
     def prefill(self, asked: Question) -> PlannedPrefill | None:
-        """Whether to compute prompts apart pays; None where it cannot be."""
+        """Return whether separate prefill pays off; None if it is impossible."""
         if self.spec.supervised:
             return None
         latency = self.measured if self.measured is not None else self._latency_of(asked)
         return planned_prefill(asked, self.lengths, None if latency is None else latency.engine)
 
     def _latency_of(self, asked: Question) -> LatencyFile | None:
-        """Of the earlier run, if it was recorded with this model on these devices, with the learner that is asked
-        for."""
+        """Return the latencies of the earlier run, adjusted to the requested learner, if it was recorded with this
+        model on these devices."""
         trace = self.trace
         if trace is None or not self._recorded_on(trace, asked):
             return None
         return with_learner(trace, calibrate([trace]), asked.spec.learner.world_size, asked.learner_sheet.kind)
 
     def _learning_of(self, asked: Question) -> LearningFit | None:
-        """As `_latency_of`, of a run that draws nothing, if its learner had as many ranks."""
+        """Like `_latency_of`, for a run without generation, if its learner had the same number of ranks."""
         trace = self.trace
         if trace is None or not self._recorded_on(trace, asked):
             return None
@@ -184,15 +184,17 @@ class Planner:
 
     @staticmethod
     def _recorded_on(trace: Trace, asked: Question) -> bool:
-        """Whether a run was recorded with the model that is asked for, on devices of the kinds."""
+        """Return whether a run was recorded with the requested model and kinds of devices."""
         kinds = {holding.device_kind for holding in trace.holdings}
         return bool(trace.meta.spec["model"]["path"] == asked.spec.model.path) and kinds >= asked.devices.keys()
 
 
 def planned(question: Mapping[str, Any]) -> dict[str, Any]:
-    """PlanObject, as JSON. Raises InputError.
+    """Return a PlanObject as JSON. Raises InputError.
 
-    `question`: spec, present (devices by kind), trace (folder of an earlier run, for its lengths and latencies)."""
+    `question` has the keys spec, present (devices by kind), and trace (folder of an earlier run, for its lengths and
+    latencies).
+    """
     planner = planner_of(question)
     kind, count = chosen_devices(planner.spec, question["present"])
     main = question_of(planner.spec, kind, count)
@@ -211,26 +213,26 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forecast(question: Mapping[str, Any]) -> dict[str, Any]:
-    """PlannedDevices of the run's own devices, as JSON. `question` as for `planned`. Raises InputError."""
+    """Return PlannedDevices of the run's own devices as JSON. `question` is that of `planned`. Raises InputError."""
     planner = planner_of(question)
     return planner.row(question_of(planner.spec, *chosen_devices(planner.spec, question["present"])))
 
 
 def planner_of(question: Mapping[str, Any]) -> Planner:
-    """The planner for a question's `spec` and `trace`."""
+    """Return the planner for a question's `spec` and `trace`."""
     trace = read_trace(question["trace"], tokens=False) if question.get("trace") else None
     return Planner(RunSpec.model_validate(question["spec"]), trace)
 
 
 def chosen_devices(spec: RunSpec, devices: Mapping[str, int]) -> tuple[str, int]:
-    """Kind and number of the run's devices, from its spec or else from the service."""
+    """Return kind and number of the run's devices, from its spec or else from the service's devices."""
     gpus = [kind for kind in devices if kind not in (CPU_KIND, spec.placement.learner_kind)]
     kind = spec.placement.kind or (gpus[0] if gpus else CPU_KIND)
     return kind, spec.placement.devices or devices.get(kind, 0) or 1
 
 
 def _memory(asked: Question) -> dict[str, Any]:
-    """Per device and phase, as `rlhfless plan` shows it."""
+    """Return the memory per device and phase, as `rlhfless plan` shows it."""
     plan = asked.plan()
     devices = [
         {
@@ -266,7 +268,7 @@ def _memory(asked: Question) -> dict[str, Any]:
 
 
 def _missing(planner: Planner, kind: str, devices: Mapping[str, int]) -> list[str]:
-    """The missing inputs of a better answer."""
+    """Return the missing inputs that would improve the plan."""
     missing, lengths, spec = [], planner.lengths, planner.spec
     if not spec.supervised and spec.algorithm.needs.with_signal and lengths.signal is None:
         missing.append("groups without a signal: taken to be none, without an earlier run by `lengths_of`")
