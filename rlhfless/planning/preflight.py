@@ -47,8 +47,11 @@ def preflight(spec: RunSpec) -> Prepared:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Switch Python's cycle collector off. It would walk the objects that imports of torch and transformers make again
-    and again, a fifth of the time of `rlhfless validate`, and free nothing."""
+    """Disable Python's cycle collector.
+
+    It would repeatedly scan the objects created by importing torch and transformers, a fifth of the time of `rlhfless
+    validate`, and free nothing.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

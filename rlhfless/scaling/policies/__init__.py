@@ -1,1 +1,1 @@
-"""Scaling policies: which actors run, and which samples each one generates. Pure; docs/policies.md describes them."""
+"""Scaling policies: which actors run, and which samples each one generates. Pure. See docs/policies.md."""

@@ -1,8 +1,8 @@
-"""Fleets that never change, as in verl and OpenRLHF. Pure.
+"""Fixed-size fleets, as in verl and OpenRLHF. Pure.
 
-All actors work in every step, and no device is ever given back. Prompts are dealt by the mean length of their responses
-at their last visit, the longest first, each to the actor that would end first; prompts that were not seen yet count as
-the mean of all, and before there is any mean, all actors get equal shares of the prompts in their order.
+All actors work in every step, and devices are never released. Prompts are assigned by the mean length of their
+responses at their last visit, longest first, each to the actor that would end first. Unseen prompts count as the mean
+of all prompts; before any mean is known, all actors get equal shares of the prompts in order.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rlhfless.spec.fleet import StaticSpec
 
 
 class Static:
-    """The first `actors` slots for generation, in every step."""
+    """A policy that uses the first `actors` generation slots in every step."""
 
     def __init__(self, settings: StaticSpec) -> None:
         self._actors = settings.actors
         self._contexts = Contexts()
         self._means: dict[str, float] = {}
-        """By prompt: mean tokens of its responses at its last visit."""
+        """By prompt: mean response tokens at its last visit."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
@@ -50,8 +50,8 @@ class Static:
         return []
 
     def _dealt(self, now: PolicyContext, actors: Sequence[int]) -> list[Action]:
-        """The longest prompts first, each with all siblings to the actor that would end first; of the prompts that an
-        actor gets the longest are generated first, too."""
+        """Assign the longest prompts first, each with all siblings to the actor that would end first. An actor also
+        generates its longest prompts first."""
         unseen = sum(self._means.values()) / len(self._means)
         lengths = np.array([self._means.get(name, unseen) for name in now.view.prompt_ids])
         ends = [(0.0, slot) for slot in range(len(actors))]

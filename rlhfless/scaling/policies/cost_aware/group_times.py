@@ -1,22 +1,23 @@
-"""The time of one actor for any group of a list of samples, in closed form.
+"""Time of one actor for any group of a list of samples, in closed form.
 
 A list holds samples from short to long; a group is a contiguous part [i, j) of it. The sequences of a group start
-together, and the batch shrinks as they end. With a(B) in straight pieces (`fit_iteration_times`) that bend by c_h at
-the knots b_h, the iterations of the group take
+together, and the batch shrinks as they end. With a(B) piecewise linear (`fit_iteration_times`), with bends c_h at the
+knots b_h, the iterations of the group take
 
     a(B) summed = at_zero max(l) + slope_0 sum(l) + sum_h c_h (sum of all but the b_h longest l)
 
 because B(t) summed over time is the sum of the lengths, and (B(t) - b)+ summed is the sum of all but the b longest.
-Attention adds g (l p + l (l - 1) / 2) per sequence, and each prompt is prefilled once. All are differences of prefix
-sums, so the time of any group is O(pieces), and the longest group under a time limit is one binary search.
+Attention adds g (l p + l (l - 1) / 2) per sequence, and each prompt is prefilled once. All terms are differences of
+prefix sums, so the time of any group takes O(pieces), and the longest group under a time limit takes one binary search.
 
-Shared prefixes (`PrefixTree`): the list charges a prefix to the first of each run of samples that have it, and a group
-that starts inside a run pays for it again. That is exact where the users of a prefix are adjacent, else an upper bound.
+Shared prefixes (`PrefixTree`): the list charges a prefix to the first sample of each run of samples that share it, and
+a group that starts inside a run pays for it again. This is exact if the users of a prefix are adjacent, else an upper
+bound.
 
-Waves: a group may exceed what the engine runs at once (KV tokens at the final lengths, or its limit of sequences).
-Then the longest sequences that fit go first, and each waiting sequence is admitted when another ends. It adds its
-tokens at the rate of a full batch of similar sequences: a(B) / B seconds a token, with B the mean of the numbers that
-fit from it upwards and downwards in the list. That is exact for waves of equal lengths.
+Waves: a group may exceed the engine's capacity (KV tokens at the final lengths, or its limit of sequences). The longest
+sequences that fit then start first, and each waiting sequence is admitted when another ends. It adds its tokens at the
+rate of a full batch of similar sequences: a(B) / B seconds per token, with B the mean of the numbers of sequences that
+fit when counting up and down the list from it. This is exact for waves of equal lengths.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from rlhfless.scaling.policy import Ints, ReplicaSlot
 Floats = NDArray[np.float64]
 
 TOLERANCE = 1e-3
-"""Largest relative error of a piece of a(B): a tenth of the one percent by which a plan may miss the optimum."""
+"""Maximum relative error of a piece of a(B): a tenth of the one percent by which a plan may miss the optimum."""
 
 MOST_PIECES = 12
-"""Most pieces of a(B). Batches that are padded to captured sizes would need two pieces for each stair; the tolerance is
-doubled until this many suffice, because each piece is one more array of the length of the step."""
+"""Maximum number of pieces of a(B). Batches padded to captured sizes would need two pieces per stair; the tolerance is
+doubled until this many suffice, because each piece adds an array of the length of the step."""
 
 
 class CapacityError(ValueError):
-    """One response alone exceeds the KV cache of an actor; the message names its device."""
+    """Raised if a single response exceeds the KV cache of an actor. The message names its device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """The samples that a step has to generate; made by `responses`."""
+    """The samples that a step has to generate; created by `responses`."""
 
     tokens: Floats  # [samples]: predicted response tokens, without the prompt
     prompt: Ints  # [samples]: index of the prompt; siblings share one
@@ -59,19 +60,19 @@ class Responses:
     """[samples]: the list to cut, from short to long as predicted, siblings adjacent. For lengths that stand for
     distributions: which sibling is the long one is unknown, so no group may depend on it."""
     longest: Floats | None = None
-    """[samples], in that order, ascending: the assumed length of a group that ends with this sample; by default its
+    """[samples], in that order, ascending: the assumed length of a group that ends with this sample; defaults to its
     longest sample."""
     prefixes: PrefixTree | None = None
-    """What the prompts share: an actor prefills a shared prefix once. None: unknown."""
+    """Prefixes shared between prompts, each prefilled once per actor. None if unknown."""
 
     @property
     def tree(self) -> PrefixTree:
-        """`prefixes`, empty if unknown."""
+        """Return `prefixes`, empty if unknown."""
         return PrefixTree.nothing(self.prompt_tokens.size) if self.prefixes is None else self.prefixes
 
     @property
     def list_order(self) -> Ints:
-        """[samples]: `order`; by default ascending by length, samples of equal lengths by their prompts."""
+        """[samples]: Return `order`; by default ascending by length, samples of equal length by prompt."""
         return np.lexsort((self.prompt, self.tokens)) if self.order is None else self.order
 
 
@@ -80,7 +81,7 @@ def responses(
 ) -> Responses:
     """Convert `tokens` [samples], `prompt` [samples], `prompt_tokens` [prompts] and their `prefixes`.
 
-    Raises ValueError for a length below 1, or one that is not finite.
+    Raises ValueError for a length below 1 or not finite.
     """
     lengths = np.asarray(tokens, float)
     if not (lengths.size and np.isfinite(lengths).all() and (lengths >= 1).all()):
@@ -90,15 +91,17 @@ def responses(
 
 @dataclass(frozen=True, slots=True)
 class IterationTimes:
-    """a(B) as straight pieces, for B from 1 to `knots[-1]`: piece m goes from `knots[m]` to `knots[m + 1]`, and the
-    first one is `at_zero_s + slopes_s[0] B`."""
+    """a(B) as linear pieces, for B from 1 to `knots[-1]`.
+
+    Piece m spans `knots[m]` to `knots[m + 1]`; the first one is `at_zero_s + slopes_s[0] B`.
+    """
 
     knots: tuple[int, ...]
     slopes_s: tuple[float, ...]
     at_zero_s: float
 
     def of(self, sequences: Floats | float) -> Floats:
-        """a(B) by the pieces; B may be fractional and anything from 1 to the last knot."""
+        """Return a(B). B may be fractional, from 1 to the last knot."""
         batch = np.asarray(sequences, float)
         values = self.at_zero_s + self.slopes_s[0] * batch
         for knot, (before, after) in zip(self.knots[1:-1], pairwise(self.slopes_s), strict=True):
@@ -107,9 +110,9 @@ class IterationTimes:
 
 
 def fit_iteration_times(table_s: Sequence[float]) -> IterationTimes:
-    """Fit pieces to a table: `table_s[B - 1]` is a(B). A dip is levelled: more sequences never take less time.
+    """Fit pieces to a table, where `table_s[B - 1]` is a(B). Dips are levelled: more sequences never take less time.
 
-    Raises ValueError for a table that is empty or has a value that is not positive and finite.
+    Raises ValueError for an empty table or a value that is not positive and finite.
     """
     table = np.asarray(table_s, float)
     if table.size == 0 or not (np.isfinite(table).all() and (table > 0).all()):
@@ -126,7 +129,8 @@ def fit_iteration_times(table_s: Sequence[float]) -> IterationTimes:
 
 
 def _knots(table: Floats, tolerance: float) -> list[int]:
-    """Batch sizes where the pieces meet. Each piece is as long as the tolerance allows (a cone of slopes)."""
+    """Return the batch sizes at which the pieces meet. Each piece is as long as the tolerance allows (a cone of
+    slopes)."""
     values = table.tolist()
     knots, start = [1], 0
     while start < len(values) - 1:
@@ -146,7 +150,7 @@ def _knots(table: Floats, tolerance: float) -> list[int]:
 
 @dataclass(frozen=True)
 class ActorType:
-    """The actors of a run, which are all alike: their engine, and the price of their devices."""
+    """The common properties of a run's actors: their engine, and the price of their devices."""
 
     kind: str  # Device kind
     engine: EngineModel
@@ -156,18 +160,21 @@ class ActorType:
 
     @cached_property
     def iteration_times(self) -> IterationTimes:
-        """a(B) up to `max_sequences`."""
+        """Return a(B) up to `max_sequences`."""
         return fit_iteration_times([self.engine.iteration_s(size) for size in range(1, self.max_sequences + 1)])
 
     @cached_property
     def table_s(self) -> Floats:
-        """[max_sequences]: a(1), a(2), ... by the pieces."""
+        """[max_sequences]: Return a(1), a(2), ... by the pieces."""
         return self.iteration_times.of(np.arange(1, self.max_sequences + 1, dtype=np.float64))
 
     def drain_s(self, tokens: Floats, context: Ints, longest: float) -> float:
-        """Seconds until an actor has generated `tokens` [samples] after `context` [samples]; one sample may take until
-        `longest`. As the closed form above, without prefills. Samples that do not fit at once are the shorter ones,
-        and generate at the rate of a full batch."""
+        """Return the seconds until an actor has generated `tokens` [samples] after `context` [samples], if one sample
+        may take until `longest`.
+
+        Uses the closed form of the module without prefills. Samples that do not fit at once are the shorter ones, and
+        generate at the rate of a full batch.
+        """
         ordered, most = np.sort(tokens)[::-1], self.max_sequences
         running = ordered[:most]
         spans = running - np.append(running[1:], 0.0)
@@ -178,13 +185,13 @@ class ActorType:
 
 
 class ActorTypeCache:
-    """The actor type of the last slot, so that the iteration times of an engine model are fitted once."""
+    """Cache of the last slot's actor type, so that an engine model's iteration times are fitted once."""
 
     def __init__(self) -> None:
         self._last: ActorType | None = None
 
     def of(self, slot: ReplicaSlot) -> ActorType:
-        """The actor type of a slot for generation."""
+        """Return the actor type of a generation slot."""
         engine, last = slot.engine, self._last
         assert engine is not None  # callers take slots from Layout.generation
         made = ActorType(slot.kind, engine.model, engine.kv_capacity_tokens, engine.max_sequences, slot.usd_per_s)
@@ -194,11 +201,14 @@ class ActorTypeCache:
 
 
 class GroupTimes:
-    """Times of all groups of one list. With n samples and m pieces of a(B), a group of a size in piece k takes
-    `end[k, j] - start[k, i]`, where `end` and `start` are [m, n + 1]."""
+    """Times of all groups of a list.
+
+    With n samples and m pieces of a(B), a group whose size falls in piece k takes `end[k, j] - start[k, i]`, where
+    `end` and `start` are [m, n + 1].
+    """
 
     def __init__(self, actor: ActorType, step: Responses, order: Ints) -> None:
-        """`order` [samples]: the samples from short to long. Raises CapacityError."""
+        """Precompute the sums. `order` [samples] lists the samples from short to long. Raises CapacityError."""
         tokens, prompt = step.tokens[order], step.prompt[order]
         context = step.prompt_tokens[prompt]
         reading_s = actor.engine.context_s * tokens * (context + (tokens - 1) / 2)
@@ -224,7 +234,7 @@ class GroupTimes:
             self._waiting_s.tolist(),
             self._again_s.tolist(),
         )
-        """The same as lists: single elements are read several times faster."""
+        """The same values as lists: reading single elements is several times faster."""
 
     def _pieces(self, running_longest: Floats) -> tuple[Floats, Floats]:
         times, sums = self._times, self._lengths
@@ -237,8 +247,8 @@ class GroupTimes:
         return np.stack(ends), np.stack([slope * sums + self._rest for slope in times.slopes_s])
 
     def _waves(self, actor: ActorType, kv_tokens: Floats, longest_prompt: float) -> tuple[Ints, Floats]:
-        """For each end j of a group, `floor[j]` is the first of the samples that the engine runs at once; and sums of
-        the seconds that each waiting sample takes: both [samples + 1]."""
+        """Return, both [samples + 1], for each end j of a group the first of the samples that the engine runs at once,
+        and prefix sums of the seconds that each waiting sample takes."""
         # A group that starts among siblings holds their prompt too, so memory for one more prompt is kept free.
         free_tokens = actor.kv_capacity_tokens - longest_prompt
         ends = np.arange(kv_tokens.size)
@@ -249,7 +259,7 @@ class GroupTimes:
         return floor, _sums(np.diff(self._lengths) * self._times.of(at_once) / at_once) + self._rest
 
     def time_s(self, begin: Ints, end: Ints) -> Floats:
-        """Seconds for the groups [begin, end), element by element, with begin < end; shapes may be broadcast."""
+        """Return the seconds of the groups [begin, end), element by element, with begin < end; shapes may be broadcast."""
         fitting = np.maximum(begin, self._floor[end])
         piece = np.asarray(self._times.knots[1:-1], np.int64).searchsorted(end - fitting, side="left")
         working = self._end_s[piece, end] - self._start_s[piece, fitting]
@@ -257,7 +267,7 @@ class GroupTimes:
         return np.asarray(working + waiting + self._again_s[begin])
 
     def one_s(self, begin: int, end: int) -> float:
-        """Seconds for the group [begin, end), which is not empty."""
+        """Return the seconds of the non-empty group [begin, end)."""
         end_s, start_s, floor, waiting_s, again_s = self._lists
         fitting = max(begin, floor[end])
         piece = bisect_left(self._times.knots, end - fitting, 1, len(self._times.knots) - 1) - 1
@@ -266,8 +276,8 @@ class GroupTimes:
         return seconds
 
     def longest_group(self, end: int, limit_s: float) -> tuple[int, float]:
-        """The smallest `begin` such that [begin, end) takes at most `limit_s`, and its seconds; (end, 0.0) if not even
-        the last sample does."""
+        """Return the smallest `begin` for which [begin, end) takes at most `limit_s`, and its seconds; (end, 0.0) if
+        not even the last sample fits."""
         again_s = self._lists[-1]
         begin, seconds = self._without_repeat(end, limit_s)
         seconds += again_s[begin]
@@ -278,7 +288,7 @@ class GroupTimes:
         return begin, seconds if begin < end else 0.0
 
     def _without_repeat(self, end: int, limit_s: float) -> tuple[int, float]:
-        """As `longest_group`, but the prompt of siblings that are cut apart is not charged again."""
+        """Like `longest_group`, without charging a prompt again whose siblings are split."""
         ends_s, starts_s, floors, waiting_s, _ = self._lists
         knots, floor, piece = self._times.knots, floors[end], 0
         last = len(knots) - 2
@@ -298,9 +308,12 @@ class GroupTimes:
 
 
 def _prefills_s(engine: EngineModel, step: Responses) -> tuple[Floats, Floats]:
-    """Seconds to prefill of each prompt what comes after its shared prefixes, [prompts]; and of each shared prefix what
-    comes after its parent, [prefixes]. As differences of whole prefills: an engine does the parts of many prompts in
-    one iteration, so no part pays for an iteration of its own."""
+    """Return the seconds to prefill each prompt beyond its shared prefixes [prompts], and each shared prefix beyond its
+    parent [prefixes].
+
+    Both are differences of whole prefills: an engine processes the parts of many prompts in one iteration, so no part
+    pays for an iteration of its own.
+    """
     tree = step.tree
     sizes, where = np.unique(np.concatenate([step.prompt_tokens, tree.tokens]), return_inverse=True)
     whole_s = np.array([engine.prefill_s(int(size)) if size else 0.0 for size in sizes])[where]
@@ -310,8 +323,8 @@ def _prefills_s(engine: EngineModel, step: Responses) -> tuple[Floats, Floats]:
 
 
 def _charges(tree: PrefixTree, own: Floats, shared: Floats, prompt: Ints) -> tuple[Floats, Floats]:
-    """What each sample of a list adds to its group, and what the first sample of a group adds to that, both [samples]:
-    from `own`, [prompts], and `shared`, [prefixes]."""
+    """Return the amount that each sample of a list adds to its group, and the extra amount if it is the group's first
+    sample, both [samples]. Computed from `own` [prompts] and `shared` [prefixes]."""
     shared, levels = np.append(shared, 0.0), tree.levels[:, prompt]
     charged, whole = np.where(_starts_run(prompt), own[prompt], 0.0), own[prompt]
     for level in levels:
@@ -321,7 +334,7 @@ def _charges(tree: PrefixTree, own: Floats, shared: Floats, prompt: Ints) -> tup
 
 
 def _sums(values: Floats) -> Floats:
-    """[samples + 1]: sums of the first 0, 1, 2, ... values."""
+    """[samples + 1]: Return the sums of the first 0, 1, 2, ... values."""
     return np.concatenate(([0.0], np.cumsum(values)))
 
 

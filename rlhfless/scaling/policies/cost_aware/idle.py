@@ -1,7 +1,7 @@
-"""Whether idle replicas stay or are released, and when they start again. Pure.
+"""Decide whether idle replicas stay or are released, and when they start again. Pure.
 
 Actors are needed when the next step starts, a service when the first group is complete. These times are estimated from
-the run so far; the rest of this step's generation is the last forecast (`StepForecast`).
+the run so far; the end of this step's generation comes from the last forecast (`StepForecast`).
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ class StepForecast:
     """The last forecast of a step's generation."""
 
     tokens: float = 0.0
-    """Tokens of the step, a prompt with each response: expected, and known when generation has ended."""
-    generated_s: float = 0.0  # When its generation is expected to end, or ended
-    left: int = 0  # Samples that had not ended at the forecast
-    look_s: float = 0.0  # The latest time of the next forecast
+    """Tokens of the step, a prompt with each response: expected, and exact once generation has ended."""
+    generated_s: float = 0.0  # Time at which its generation is expected to end, or ended
+    left: int = 0  # Samples unfinished at the forecast
+    look_s: float = 0.0  # Latest time of the next forecast
 
 
 @dataclass(frozen=True, slots=True)
 class IdleState:
-    """What an idle replica does until its next use: it stays awake, or gives its devices back."""
+    """State of an idle replica until its next use: it stays awake, or releases its devices."""
 
     stays: bool
-    usd: float  # Cost until the end of the gap, including the cost of a start at its end
-    freed_usd_per_s: float  # The saving of each second against staying, without the costs of its start and end
+    usd: float  # Cost until the end of the gap, including a start at its end
+    freed_usd_per_s: float  # Saving per second compared with staying, excluding the costs of the release and restart
 
 
 def cheapest_idle_state(
     now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, again_usd: float = 0.0
 ) -> IdleState:
-    """The cheaper state of a replica over a gap of g seconds; at equal costs it stays. A replica whose devices cost d a
-    second, which waits v seconds for devices that were given back, and is up u seconds later, pays
+    """Return the cheaper state of a replica over a gap of g seconds; ties stay.
+
+    A replica whose devices cost d per second, and that after a release waits v seconds for devices and takes another u
+    seconds to start, costs
 
         stay    d g
         leave   d u + w max(v + u - g, 0)
 
-    because it is started ahead of time, and replicas that cost w a second wait for the rest of its start. This is the
-    ski-rental problem (Karlin et al., Algorithmica 3, 1988). `again_usd`: `HeldDevices.again_usd`.
+    because it is started ahead of time, while replicas that cost w per second wait for the rest of its start. This is
+    the ski-rental problem (Karlin et al., Algorithmica 3, 1988). For `again_usd` see `HeldDevices.again_usd`.
     """
     replica_slot = now.layout.replica_slots[slot]
     price, up_s = replica_slot.usd_per_s, starts.up_s(replica_slot)
@@ -67,23 +69,26 @@ def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
 
 
 def waiting_usd_per_s(now: PolicyContext) -> float:
-    """The price of a second of a step without its actors: devices that are paid for anyway, and replicas of other
-    functions that are awake or, as services, soon will be."""
+    """Return the price of a second of a step excluding its actors: devices that are paid for anyway, and replicas of
+    other functions that are awake or, for services, soon will be."""
     others = (slot for slot in now.layout.others if now.awake(slot) or not now.is_learner(slot))
     prices = (now.layout.replica_slots[slot].usd_per_s for slot in others)
     return math.fsum([now.view.fleet.kept_usd_per_s, *prices])
 
 
 class HeldDevices:
-    """The leases of a run's devices. A released device is paid for until its lease is over (`RentalTerms`): needed
-    again before that, its release saves nothing; later, another lease is rounded up and waited for."""
+    """The leases of a run's devices.
+
+    A released device is paid for until its lease ends (`RentalTerms`). If it is needed again before that, its release
+    saves nothing; later, another lease is rounded up, and the device has to be waited for.
+    """
 
     def __init__(self) -> None:
         self._leases: dict[str, tuple[float, float]] = {}
-        """By device: when its lease began, and when it was last seen to be held."""
+        """By device: start of its lease, and the last time at which it was held."""
 
     def note_held(self, now: PolicyContext) -> None:
-        """Note the devices that are held, at every event."""
+        """Record the held devices; called at every event."""
         terms = now.view.fleet.terms
         if terms.free:
             return
@@ -99,7 +104,7 @@ class HeldDevices:
                     self._leases[device] = since_s, now.at_s
 
     def again_s(self, now: PolicyContext, slot: int) -> float:
-        """Seconds that a start at a slot waits for devices that were given back, or would be by a release now; 0 while
+        """Return the seconds that a start at a slot waits for devices already released, or to be released now; 0 while
         they are paid for."""
         terms, until_s = now.view.fleet.terms, []
         for device in now.layout.replica_slots[slot].devices:
@@ -109,8 +114,8 @@ class HeldDevices:
         return terms.reacquire_s if until_s and min(until_s) <= now.at_s else 0.0
 
     def again_usd(self, now: PolicyContext, slot: int, gap_s: float, lease_s: float) -> float:
-        """Cost of releasing a slot's devices for a gap: paid time in the gap; and, if the lease ends before the gap,
-        another lease of about `lease_s`."""
+        """Return the cost of releasing a slot's devices for a gap: the paid time within the gap and, if the lease ends
+        before the gap, another lease of about `lease_s`."""
         replica_slot, terms = now.layout.replica_slots[slot], now.view.fleet.terms
         ends = [
             terms.paid_until_s(self._leases.get(device, (now.at_s, now.at_s))[0], now.at_s)
@@ -123,7 +128,7 @@ class HeldDevices:
 
 
 class IdleScheduler:
-    """State of one run: the durations of gaps so far."""
+    """Decides about idle replicas of one run, from the durations of gaps so far."""
 
     def __init__(self, starts: StartTimes, held: HeldDevices) -> None:
         self._starts = starts
@@ -131,34 +136,34 @@ class IdleScheduler:
         self._step_s = Recent()
         self._after = Recent()  # From the end of generation until the next step starts, per token of the step
         self._wanted_s: dict[int, Recent] = {}
-        """By slot of a service: from the step's start until its first complete group. A late service delays the whole
-        step, so it is started for the earliest."""
+        """By slot of a service: seconds from the step's start until its first complete group. A late service delays the
+        whole step, so it is started for the earliest observed."""
         self._worked_s: dict[int, float] = {}
-        """By slot of an actor: when generation of the last step with it ended, or when it was first seen idle."""
+        """By slot of an actor: end of generation in its last step, or when it was first seen idle."""
         self._began_s: dict[int, float] = {}
-        self._generated_s: dict[int, float] = {}  # By step: when its generation ended
+        self._generated_s: dict[int, float] = {}  # By step: end of its generation
         self._last: tuple[float, float, float] | None = None
-        """(end, tokens, seconds of the learner's first start) of the last generation with no later step."""
+        """(end, tokens, seconds of the learner's first start) of the last generation not followed by a step."""
         self._first_group = False
 
     def after_s(self, tokens: float) -> float:
-        """Seconds from the end of generation of a step of so many tokens until the next step."""
+        """Return the seconds from the end of generation of a step with `tokens` tokens until the next step."""
         return self._after.value * tokens
 
     def _soonest_s(self, tokens: float) -> float:
-        """As `after_s`, at the earliest: a late actor delays its step."""
+        """Return the earliest `after_s`: a late actor delays its step."""
         return (self._after.least if self._after.count > 1 else self._after.value) * tokens
 
     def after_at_s(self, confidence: float, tokens: float) -> float:
-        """Upper bound of `after_s` with this probability."""
+        """Return the upper bound of `after_s` with this probability."""
         return max(self._after.at(confidence) * tokens, 0.0)
 
     def between_usd(self, now: PolicyContext, slot: int, tokens: float) -> float:
-        """Cost of an actor between two steps of so many tokens; 0 while that time is unknown."""
+        """Return the cost of an actor between two steps of `tokens` tokens; 0 while that time is unknown."""
         return self._over(now, slot, self.after_s(tokens)).usd
 
     def begin_step(self, now: PolicyContext) -> list[Action]:
-        """Start services ahead of their first complete group, and learn how long actors were idle."""
+        """Start services ahead of their first complete group, and record how long actors were idle."""
         self._began_s[now.view.step] = now.at_s
         if self._last is not None:
             generated_s, tokens, start_s = self._last
@@ -172,7 +177,7 @@ class IdleScheduler:
         return actions
 
     def note_first_group(self, now: PolicyContext) -> None:
-        """Note at the next heartbeat when the first group was complete."""
+        """Record, at the next heartbeat, when the first group was complete."""
         if not self._first_group and now.view.finished.any():
             groups = np.bincount(now.view.group)
             if (np.bincount(now.view.group[now.view.finished], minlength=groups.size) == groups).any():
@@ -182,7 +187,7 @@ class IdleScheduler:
                         self._wanted_s.setdefault(slot, Recent()).add(now.at_s - self._began_s[now.view.step])
 
     def end_generation(self, now: PolicyContext, actors: Sequence[int], forecast: StepForecast) -> list[Action]:
-        """All actors are idle, and `actors` should be up again when the next step starts."""
+        """Release idle actors if that pays, and schedule starts of `actors` for the start of the next step."""
         learners = (slot for slot in now.layout.others if now.is_learner(slot) and not now.awake(slot))
         start_s = max((self._starts.start_s(now, slot) for slot in learners), default=0.0)
         self._generated_s[now.view.step] = now.at_s
@@ -200,12 +205,12 @@ class IdleScheduler:
         return actions
 
     def _ahead(self, now: PolicyContext, slot: int, gap_s: float) -> Start:
-        """Start a replica so that it is up at the end of a gap."""
+        """Start a replica so that it is ready at the end of a gap."""
         return Start(slot, now.at_s + gap_s - self._starts.start_s(now, slot))
 
     def end_work(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
-        """A function other than generation has finished its work of the step. The learner is never released: it keeps
-        the run's state."""
+        """Handle the end of a non-generation function's work for the step. The learner is never released: it keeps the
+        run's state."""
         if not now.awake(slot) or now.is_learner(slot):
             return []
         wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
@@ -214,21 +219,21 @@ class IdleScheduler:
         return release(now, slot, self._over(now, slot, gap_s))
 
     def _over(self, now: PolicyContext, slot: int, gap_s: float, idle_s: float = 0.0) -> IdleState:
-        """The state of a replica that has been idle for `idle_s` until its next use in `gap_s`."""
+        """Return the state of a replica that has been idle for `idle_s` and is needed in `gap_s`."""
         free = now.view.fleet.terms.free
         again_usd = 0.0 if free else self._held.again_usd(now, slot, gap_s, self._step_s.value)
         return cheapest_idle_state(now, slot, self._starts, idle_s + gap_s, again_usd)
 
     def end_step(self, step: int, end_s: float) -> None:
-        """Learn how long the step took."""
+        """Record how long the step took."""
         began_s = self._began_s.pop(step, None)
         if began_s is not None:
             self._step_s.add(end_s - began_s)
         self._generated_s.pop(step, None)
 
     def state_of(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
-        """The state of an idle actor until the next step. Its idle time so far counts, too, so that an actor that plans
-        leave out is released once that has cost as much as a start."""
+        """Return the state of an idle actor until the next step. Its idle time so far counts too, so that an actor
+        unused by plans is released once its idling has cost as much as a start."""
         idle_s = now.at_s - self._worked_s.setdefault(slot, now.at_s)
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + self._soonest_s(forecast.tokens)
         if not self._after.count:  # nothing could start an actor in time for a step whose start is unknown

@@ -1,17 +1,17 @@
-"""How many actors generate a step, and which samples each one gets. Pure.
+"""The number of actors that generate a step, and the samples of each actor. Pure.
 
     list      the samples from short to long (`Responses.list_order`), and the time of any stretch of it on one actor
               (`GroupTimes`)
-    cut       under a time limit each actor in turn takes as many of the longest remaining samples as it can end within
-              it; the least cost under a limit does not rise with the limit
+    cut       under a time limit, each actor in turn takes as many of the longest remaining samples as it can finish
+              in time; the least cost under a limit does not rise with the limit
     frontier  the cuts under limits from that of the fastest plan to that of the cheapest
     choice    the cut that the contract asks for, after a finer search around the best ones
 
-If a(B) is a straight line, the cut is the cheapest partition under its limit: the time of a group is `at_zero x its
-longest length` plus a sum over its samples, which no partition can change. By induction the k-th group starts no later
-in the list than that of any other feasible partition, so each next group's longest length is least, and so is the
-number of groups. The same induction makes the least feasible limit the least possible step time, for any a(B). Where
-a(B) bends, tests compare the cost with an exact dynamic programme. docs/plan.md has more.
+If a(B) is linear, the cut is the cheapest partition under its limit: the time of a group is `at_zero x its longest
+length` plus a sum over its samples, which no partition can change. By induction, the k-th group starts no later in the
+list than that of any other feasible partition, so each next group has the smallest possible longest length, and the
+number of groups is minimal. The same induction shows that the least feasible limit is the least possible step time, for
+any a(B). For piecewise linear a(B), tests compare the cost with an exact dynamic programme. See docs/plan.md.
 
 Deterministic: the same responses, options and contract give the same plan.
 """
@@ -32,13 +32,13 @@ from rlhfless.scaling.policy import Ints
 
 RESOLUTION = 1.004  # Two limits this close (0.4 percent) count as equal: a plan may miss the optimum by one percent
 
-ROUNDING = 1e-9  # Share of a limit by which an end that was added up from its parts may be later
+ROUNDING = 1e-9  # Share of a limit by which an end computed as a sum of parts may exceed it
 
 LIMITS = 32  # Limits of the frontier: for a cluster of 64 devices they are 14 percent apart
 
 REFINED = 3
-"""Number of the best plans of the frontier that are tried again at the least limit at which their actors suffice: that
-is where each number of actors is at its best."""
+"""Number of the frontier's best plans that are refined down to the least limit at which their actors suffice, where
+each number of actors performs best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class Standby:
     tier: str  # `warm`, `starting` or `cold`
     actors: int
     wait_s: float
-    """From the start of the step until an actor is up: 0 if warm, else the rest of its start. It is paid for."""
+    """From the start of the step until an actor is ready: 0 if warm, else the rest of its start. This time is paid for.
+    """
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class FleetOptions:
     standby: tuple[Standby, ...]
     max_actors: int
     weight_sync_s: float = 0.0
-    """One actor's load of the new weights, after its wait and before its work; it is paid for."""
+    """Time for one actor to load the new weights, after its wait and before its work; paid for."""
     between_usd: float = 0.0
-    """Cost of one actor from the end of the step until it works in the next one: of staying, or of leaving and starting
-    again."""
+    """Cost of one actor from the end of the step until it works in the next one: of staying, or of being released and
+    restarted."""
 
     @property
     def soonest(self) -> list[Standby]:
@@ -77,39 +78,40 @@ class ActorPlan:
 
     tier: str
     samples: Ints
-    """Indices into the responses, from the longest to the shortest: the order in which they go to the engine."""
+    """Indices into the responses, longest first: the order in which they are sent to the engine."""
     ready_s: float  # From the start of the step until it can work: its wait, and the load of the new weights
     finish_s: float
-    """From the start of the step until its last sample ends. It is paid for until then, and can be released then."""
-    usd: float  # Until then, and between this step and the next
+    """From the start of the step until its last sample ends. It is paid for until then, and can be released afterwards.
+    """
+    usd: float  # Until then, plus the cost between this step and the next
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """The actors of a step and their work, its predicted time and cost, and the reason."""
+    """The actors of a step and their work, with predicted time and cost, and the reason for the choice."""
 
     contract: Contract
     feasible: bool
     """Whether the contract can be kept; if not, the plan is the fastest, or the one with the least total cost."""
     actors: tuple[ActorPlan, ...]  # The actors with the longest samples come first
-    step_s: float  # When the last actor ends
-    usd: float  # Cost of all actors, each until its own end, and of having them between this step and the next
-    waiting_usd: float  # Cost of what waits for them until the last one ends
+    step_s: float  # Time at which the last actor ends
+    usd: float  # Cost of all actors, each until its own end, plus their cost between this step and the next
+    waiting_usd: float  # Cost of everything that waits until the last actor ends
     reason: str
     time_usd_per_s: float
-    """The value of a second of the step: 0 under a deadline; by the weights; under a budget, the saving of a slower
-    plan, and infinite if the budget is not spent."""
+    """Value of a second of the step: 0 under a deadline; given by the weights; under a budget, the saving of a slower
+    plan, and infinite if the budget is not fully spent."""
 
     @property
     def nearest(self) -> Contract:
-        """The nearest contract that can be kept: `contract` itself if that can."""
+        """Return the nearest contract that can be kept: `contract` itself if feasible."""
         if self.feasible:
             return self.contract
         is_deadline = isinstance(self.contract, CheapestUnderDeadline)
         return CheapestUnderDeadline(self.step_s) if is_deadline else FastestUnderBudget(self.usd + self.waiting_usd)
 
     def record(self, step: int, at_s: float) -> Decision:
-        """Make the ledger's row of the decision."""
+        """Return the decision as a ledger row."""
         inputs: dict[str, float | int | str | bool] = {
             "contract": str(self.contract),
             "feasible": self.feasible,
@@ -126,12 +128,12 @@ class GenerationPlan:
 def plan(
     step: Responses, options: FleetOptions, contract: Contract, *, waiting_usd_per_s: float = 0.0
 ) -> GenerationPlan:
-    """Plan a step. An infeasible contract gives the nearest plan, and says so.
+    """Plan a step. An infeasible contract gives the nearest plan, and its reason says so.
 
     `waiting_usd_per_s` is the cost of a second of the step in addition to its actors. Under a deadline the plan may
-    therefore end before it; under weights it is added to the value of a second; a budget pays for it, too.
+    therefore end early; under weights it is added to the value of a second; a budget covers it too.
 
-    Raises CapacityError if one response alone exceeds the KV cache of an actor.
+    Raises CapacityError if a single response exceeds the KV cache of an actor.
     """
     search = _Search(step, options)
     fast, cheap = search.fastest, search.cheapest
@@ -149,7 +151,7 @@ def plan(
             time_usd_per_s = waiting_usd_per_s if chosen is None else search.saving_of_slower(chosen)
         case _:
             weight = contract.time_weight
-            # Where devices cost nothing more while they are held, a plan can save nothing but time.
+            # If holding devices costs nothing extra, a plan can save only time.
             only_time = weight == 1 or (cheap.usd == 0 and waiting_usd_per_s > 0)
             time_usd_per_s = (
                 math.inf if only_time else weight / (1 - weight) * cheap.usd / fast.step_s + waiting_usd_per_s
@@ -174,9 +176,9 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """All samples of the list, each on one actor; the longest samples first."""
+    """A partition of the list into one group per actor, longest samples first."""
 
-    begins: Ints  # [actors]: each group ends where the one before begins, the first one at the end of the list
+    begins: Ints  # [actors]: each group ends where the previous one begins; the first ends at the end of the list
     ends_s: Floats  # [actors]
     step_s: float
     usd: float
@@ -187,7 +189,7 @@ class _Cut:
 
 
 class _Search:
-    """The cuts of one step on one fleet. Limits that were tried are remembered."""
+    """Search over the cuts of one step on one fleet. Results are cached by limit."""
 
     def __init__(self, step: Responses, options: FleetOptions) -> None:
         self._options = options
@@ -195,19 +197,19 @@ class _Search:
         self._times = GroupTimes(options.actor, step, self._order)
         self._standby = options.soonest
         self._ready_s = [standby.wait_s + options.weight_sync_s for standby in self._standby]
-        self._tried: dict[float, _Cut | None] = {}  # By limit; None if it cannot be kept
+        self._tried: dict[float, _Cut | None] = {}  # By limit; None if infeasible
         cheapest = self.within(math.inf)
-        assert cheapest is not None  # without a limit one actor does all
+        assert cheapest is not None  # without a limit a single actor does everything
         self.cheapest = cheapest
 
     def within(self, limit_s: float) -> _Cut | None:
-        """The cheapest cut under a limit, or None if there is none."""
+        """Return the cheapest cut under a limit, or None if infeasible."""
         if limit_s not in self._tried:
             self._tried[limit_s] = self._cut(limit_s)
         return self._tried[limit_s]
 
     def _cut(self, limit_s: float) -> _Cut | None:
-        """One pass from the long end; None if the actors do not suffice."""
+        """Build a cut in one pass from the long end; return None if the actors do not suffice."""
         end, begins, seconds = self._order.size, list[int](), list[float]()
         for ready_s in self._ready_s:
             begin, work_s = self._times.longest_group(end, limit_s - ready_s)
@@ -227,12 +229,12 @@ class _Search:
 
     @property
     def _cuts(self) -> list[_Cut]:
-        """The cuts so far."""
+        """Return the feasible cuts found so far."""
         return [cut for cut in self._tried.values() if cut is not None]
 
     @cached_property
     def fastest(self) -> _Cut:
-        """The cut that ends first."""
+        """Return the cut that ends first."""
         best, count = self.cheapest, self._order.size
         low_s = (self._ready_s[0] + self._times.one_s(count - 1, count)) / RESOLUTION
         low_s = max(low_s, best.step_s / self._options.max_actors / RESOLUTION)
@@ -245,7 +247,7 @@ class _Search:
         return best
 
     def best(self, value: Callable[[_Cut], float], kept: Callable[[_Cut], bool]) -> _Cut | None:
-        """The cut with the least value among those that keep a contract, or None if none does."""
+        """Return the cut with the least value among those that keep a contract, or None if none does."""
         fast, cheap = self.fastest, self.cheapest
         for limit_s in np.geomspace(fast.step_s, max(cheap.step_s, fast.step_s), LIMITS).tolist():
             self.within(limit_s)
@@ -256,7 +258,7 @@ class _Search:
         return next(iter(self._by_value(value, kept)), None)
 
     def _tighten(self, cut: _Cut) -> None:
-        """Try limits down to the least at which the actors of a cut suffice."""
+        """Try limits down to the least at which a cut's actors suffice."""
         low_s, high_s = max((other.step_s for other in self._with_more(cut)), default=0.0), cut.step_s
         low_s = max(low_s, self.fastest.step_s)
         while low_s * RESOLUTION < high_s:
@@ -268,17 +270,19 @@ class _Search:
                 high_s = tried.step_s
 
     def _with_more(self, cut: _Cut) -> list[_Cut]:
-        """The slowest faster cut with more actors, if there is one."""
+        """Return the slowest of the faster cuts with more actors, if any."""
         more = [other for other in self._cuts if other.actors > cut.actors and other.step_s < cut.step_s]
         return sorted(more, key=lambda other: other.step_s)[-1:]
 
     def _by_value(self, value: Callable[[_Cut], float], kept: Callable[[_Cut], bool]) -> list[_Cut]:
-        """The cuts so far that keep a contract, the least value first; equals by cost, time and actors."""
+        """Return the cuts so far that keep a contract, least value first, ties by cost, time and actors."""
         return sorted(filter(kept, self._cuts), key=lambda cut: (value(cut), cut.usd, cut.step_s, cut.actors))
 
     def saving_of_slower(self, chosen: _Cut) -> float:
-        """The price of a second at a cut that spends its budget: the most that a slower cut saves per second.
-        Infinite if the budget would pay for a faster cut, were there one."""
+        """Return the price of a second at a cut that spends its budget: the most that a slower cut saves per second.
+
+        Infinite if the budget would pay for a faster cut than the fastest one.
+        """
         if chosen.step_s <= self.fastest.step_s * RESOLUTION:
             return math.inf
         slower = [cut for cut in self._cuts if cut.step_s > chosen.step_s * RESOLUTION]
@@ -286,7 +290,7 @@ class _Search:
         return max([0.0, *savings])
 
     def reason(self, chosen: _Cut) -> str:
-        """Describe a cut in a line, next to the next faster one with more actors."""
+        """Describe a cut in a line, compared with the next faster one with more actors."""
         usd = f"${chosen.usd:.3g}" if chosen.usd else "no extra cost"
         text = f"{chosen.actors} actors: {chosen.step_s:.3g} s, {usd}"
         faster = [c for c in self._cuts if c.step_s < chosen.step_s / RESOLUTION and c.actors > chosen.actors]
@@ -298,7 +302,7 @@ class _Search:
         return f"{text}; {other.actors} would save {saved_s:.2g} s {more}"
 
     def actors(self, cut: _Cut) -> tuple[ActorPlan, ...]:
-        """The actors of a cut, with the samples of each."""
+        """Return the actors of a cut with their samples."""
         options, ends = self._options, (self._order.size, *cut.begins.tolist())
         return tuple(
             ActorPlan(

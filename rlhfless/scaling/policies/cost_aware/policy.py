@@ -1,4 +1,4 @@
-"""The policy `cost_aware`, from event to actions. The package's docstring has its pipeline."""
+"""The policy `cost_aware`, from event to actions. See the package docstring for its pipeline."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from rlhfless.spec import FastestSpec, WeightedSpec
 from rlhfless.spec.fleet import CostAwareSpec
 
 UNSEEN_SHARE = 0.5
-"""Share of a step's contract for generation while the work after it is not measured: it takes about as long."""
+"""Share of a step's contract given to generation until the work after it is measured: it takes about as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """The plan of a step, on slots."""
+    """The plan of a step, mapped to slots."""
 
     plan: GenerationPlan
     slots: tuple[int, ...]  # [actors]
-    samples: tuple[Ints, ...]  # [actors]: in the order in which they go to the engine
+    samples: tuple[Ints, ...]  # [actors]: in the order in which they are sent to the engine
     limit_s: float  # Seconds from now until generation should have ended
 
     @property
@@ -69,7 +69,7 @@ class SlotPlan:
 
 
 class CostAware:
-    """State of one run."""
+    """The policy for one run, with the run's state."""
 
     def __init__(self, settings: CostAwareSpec, run: RunContract, forecaster: Forecaster) -> None:
         self._run = run
@@ -81,10 +81,10 @@ class CostAware:
         self._idle = IdleScheduler(self._starts, self._held)
         self._deadline = DeadlineMargin(settings.confidence)
         self._spending = Spending()
-        self._since = 0.0, 0.0  # When the steps that share a limit started, and the cost of the run until then
+        self._since = 0.0, 0.0  # Start of the steps that share a limit, and the run's cost at that time
         self._steps = 0
         self._generating: set[int] = set()
-        """Steps in generation. An actor that is idle in one of several has work in the others."""
+        """Steps in generation. An actor that is idle in one step may have work in another."""
         # Of the step:
         self._actors: tuple[int, ...] = ()
         self._aim = StepAim(self._deadline.of_step(1, revisits=False))
@@ -119,14 +119,12 @@ class CostAware:
             case Idle(slot):
                 return self._idle.end_work(now, slot, self._forecast)
             case StepEnded(_, end_s):
-                self._generating.discard(
-                    now.view.step
-                )  # samples that a resumed run had already have no end of generation
+                self._generating.discard(now.view.step)  # without generation, because a resumed run had all samples
                 self._idle.end_step(now.view.step, end_s)
         return []
 
     def _begin(self, now: PolicyContext) -> list[Action]:
-        """Forecast -> plan request -> plan -> goals of the step -> actions."""
+        """Handle the start of a step: forecast, plan request, plan, goals of the step, actions."""
         self._spending.begin_step()
         actions = self._idle.begin_step(now)
         self._forecaster.begin(now.view)
@@ -136,7 +134,7 @@ class CostAware:
         plan_for = partial(self._plan, now, lengths, reserve=margin.reserve, tokens=tokens)
         made = plan_for(contract=contract)
         if self._steps == 0 and isinstance(contract, CheapestUnderDeadline) and made.hurries:
-            # UNSEEN_SHARE is a guess; no plan should cost more for it if the deadline itself is kept.
+            # UNSEEN_SHARE is a guess; no plan should cost more because of it if the deadline itself is kept.
             deadline_s = contract.deadline_s / UNSEEN_SHARE
             even = plan_for(contract=Weighted(WeightedSpec().time_weight))
             if even.plan.step_s <= deadline_s:
@@ -153,8 +151,8 @@ class CostAware:
     def _plan(
         self, now: PolicyContext, lengths: RemainingLengths, *, contract: Contract, reserve: float, tokens: float
     ) -> SlotPlan:
-        """Plan the actors of a step of so many `tokens`. A deadline is planned with a reserve of time; if it can be
-        kept, but not with the reserve, the plan is the fastest one."""
+        """Plan the actors of a step of `tokens` tokens. A deadline is planned with a time reserve; if it can be kept
+        only without the reserve, the plan is the fastest one."""
         slots = now.layout.generation
         standby = {slot: self._starts.standby(now, slot) for slot in slots}
         by_tier: dict[str, list[int]] = {}
@@ -177,12 +175,13 @@ class CostAware:
             contract = CheapestUnderDeadline(limit_s)
         waiting = waiting_usd_per_s(now)
         chosen = plan(step, options, contract, waiting_usd_per_s=waiting)
-        if not chosen.feasible and chosen.step_s <= deadline_s < math.inf:  # with less of a reserve it is kept
+        if not chosen.feasible and chosen.step_s <= deadline_s < math.inf:  # feasible with a smaller reserve
             chosen = plan(step, options, CheapestUnderDeadline(chosen.step_s), waiting_usd_per_s=waiting)
         return SlotPlan(chosen, *_on_slots(chosen, by_tier, step), limit_s)
 
     def _request(self, now: PolicyContext, tokens: float) -> tuple[StepMargin, Contract, float]:
-        """The margin of the step, its share of the rest of the contract, and the predicted seconds after generation."""
+        """Return the margin of the step, its share of the rest of the contract, and the predicted seconds after
+        generation."""
         if self._run.opens(self._steps) and self._steps < self._run.steps:
             self._since = now.at_s, self._spending.usd
         steps_left = self._run.steps_left(self._steps)
@@ -208,7 +207,7 @@ class CostAware:
         return margin, contract, after_s
 
     def _carried_out(self, now: PolicyContext, made: SlotPlan) -> list[Action]:
-        """Releases actors that are not needed, starts actors that are, and assigns samples."""
+        """Release unneeded actors, start needed ones, and assign samples."""
         actions: list[Action] = []
         for slot in now.layout.generation:
             if slot not in self._actors and now.awake(slot):
@@ -234,15 +233,13 @@ class CostAware:
         return actions
 
     def _actors_now(self, now: PolicyContext) -> Actors:
-        """The actors, with new forecasts."""
         lengths = self._forecaster.look(now.view)
         slots = now.layout.generation
         actor_types = {slot: self._actor_types.of(now.layout.replica_slots[slot]) for slot in slots}
         return Actors(now, lengths, actor_types, self._starts)
 
     def _lost(self, now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
-        """Actors that are awake take the samples, until the next heartbeat replans; if none is awake, the slot starts
-        again."""
+        """Assign the samples to awake actors until the next heartbeat replans; restart the slot if none is awake."""
         self._starts.forget(slot)
         self._forecast = dataclasses.replace(self._forecast, look_s=-math.inf)
         awake = awake_beside(now, slot)
@@ -253,20 +250,20 @@ class CostAware:
 
 
 def _forecast(now: PolicyContext, tokens: float, left_s: float) -> StepForecast:
-    """The expected end of generation, and the time of the next look."""
+    """Return the expected end of generation, and the time of the next look."""
     look_s = now.at_s + max(PASSED_SHARE * left_s, now.view.fleet.heartbeat_s)
     return StepForecast(tokens, now.at_s + left_s, now.left, look_s)
 
 
 def _prompt_tokens(view: StepView) -> float:
-    """Prompt tokens of the step, counted once per sample."""
+    """Return the prompt tokens of the step, counted once per sample."""
     return float(view.prompt_tokens[view.group].sum())
 
 
 def _on_slots(
     chosen: GenerationPlan, by_tier: Mapping[str, Sequence[int]], step: Responses
 ) -> tuple[tuple[int, ...], tuple[Ints, ...]]:
-    """The slots of a plan's actors, in their order; and the samples of each: the longest first, samples with equal
+    """Return the slots of a plan's actors in order, and the samples of each: longest first, samples with equal
     forecasts next to their siblings."""
     free = {tier: iter(slots) for tier, slots in by_tier.items()}
     slots = tuple(next(free[actor.tier]) for actor in chosen.actors)
