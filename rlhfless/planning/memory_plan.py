@@ -260,7 +260,8 @@ def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str])
 
 
 def _nodes(kind: str, count: int, first: int = 0) -> list[Node]:
-    """Return machines with `count` devices, numbered from `first`: one with all CPU cores, or several with eight GPUs."""
+    """Return machines with `count` devices, numbered from `first`: one with all CPU cores, or GPU machines of up to
+    eight."""
     if kind == CPU_KIND:
         return [Node(str(first), "", count, count)]
     sizes = [min(NODE_DEVICES, count - taken) for taken in range(0, count, NODE_DEVICES)]

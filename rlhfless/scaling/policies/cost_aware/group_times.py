@@ -259,7 +259,7 @@ class GroupTimes:
         return floor, _sums(np.diff(self._lengths) * self._times.of(at_once) / at_once) + self._rest
 
     def time_s(self, begin: Ints, end: Ints) -> Floats:
-        """Return the seconds of the groups [begin, end), element by element, with begin < end; shapes may be broadcast."""
+        """Return the seconds of the groups [begin, end), elementwise, with begin < end; shapes may be broadcast."""
         fitting = np.maximum(begin, self._floor[end])
         piece = np.asarray(self._times.knots[1:-1], np.int64).searchsorted(end - fitting, side="left")
         working = self._end_s[piece, end] - self._start_s[piece, fitting]

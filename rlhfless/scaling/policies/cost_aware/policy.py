@@ -64,7 +64,7 @@ class SlotPlan:
 
     @property
     def hurries(self) -> bool:
-        """Whether it is the fastest plan because no plan keeps the limit."""
+        """Return whether this is the fastest plan because no plan keeps the limit."""
         return self.plan.step_s > self.limit_s * (1 + ROUNDING)
 
 
