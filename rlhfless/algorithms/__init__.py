@@ -1,6 +1,6 @@
-"""Advantages, KL and losses: pure functions on arrays and tensors. Import the modules themselves.
+"""Advantages, KL and losses: pure functions on arrays and tensors. Import the modules directly.
 
-`base` is the interface, `batch` and `passes` the data of a step (numpy only, so packing does not load torch),
-`group_based` and `ppo` the built-in algorithms, `losses` and `kl` what they share, `supervised` SFT, DPO and
+`base` is the interface; `batch` and `passes` hold a step's data (numpy only, so packing does not load torch);
+`group_based` and `ppo` are the built-in algorithms, which share `losses` and `kl`; `supervised` holds SFT, DPO and
 Bradley-Terry.
 """

@@ -1,11 +1,11 @@
 """The interface of an algorithm: advantages from a batch, and a loss from tensors.
 
-The learner and the loop know only this interface. An algorithm's settings hold its keys of the spec, and declare what
+The learner and the loop use only this interface. An algorithm's settings hold its keys of the spec, and declare what
 else a step must compute for it, such as reference logprobs (`needs`, see rlhfless.spec.algorithm).
 
 A loss covers the generated tokens of one micro-batch, without padding, model or distributed calls. Every sum is divided
 by a denominator of the whole optimizer step, so losses, gradients and metrics of micro-batches and ranks add up however
-the tokens were divided. A mean over a micro-batch would give the tokens of a short one more weight.
+the tokens were divided. A mean per micro-batch would give the tokens of a short one more weight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUILT_IN: Mapping[str, str] = {
     "sapo": "rlhfless.algorithms.group_based:SAPO",
     "ppo": "rlhfless.algorithms.ppo:PPO",
 }
-"""Import paths of the built-in algorithms, by the `type` of their settings."""
+"""Import paths of the built-in algorithms by the `type` of their settings."""
 
 MAXIMUM_SUFFIX = "_max"
 """Metrics with this suffix combine by maximum. All others are shares of a token mean and combine by sum."""
@@ -40,7 +40,7 @@ MAXIMUM_SUFFIX = "_max"
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The generated tokens of a micro-batch of whole sequences. A field named like a column of the batch holds it."""
+    """The generated tokens of a micro-batch of whole sequences. Fields named like a batch column hold that column."""
 
     logprobs: torch.Tensor  # [tokens], of the current policy, with a gradient
     entropy: torch.Tensor  # [tokens], of the current policy; has a gradient only if `needs.entropy_gradient`
@@ -49,16 +49,16 @@ class LossInputs:
     denominator_tokens: int
     """Generated tokens of the optimizer step, over all micro-batches and ranks."""
     sequence_id: torch.Tensor  # [tokens], int64, from 0
-    """The sequence of each token in its micro-batch, which holds all its generated tokens; none is empty."""
+    """Each token's sequence in the micro-batch. A sequence has all its generated tokens; none is empty."""
     denominator_sequences: int
-    """Sequences of the optimizer step with generated tokens."""
+    """Sequences of the optimizer step that have generated tokens."""
     old_logprobs: torch.Tensor | None = None  # [tokens]
-    """None in a step with a single update, where the old policy is exactly the current one."""
+    """None in a step with a single update, where the old policy equals the current one."""
     reference_logprobs: torch.Tensor | None = None  # [tokens], if the algorithm needs a reference
     staleness: torch.Tensor | None = None  # [tokens]
-    """Versions by which the weights behind each token were stale; None if all tokens are equally stale."""
+    """Versions by which each token's weights were stale; None if all tokens are equally stale."""
     oldest: int = 0
-    """The largest staleness in the batch of the step."""
+    """The largest staleness in the step's batch."""
     own: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [tokens]
     """Columns of user-defined functions, by name."""
 
@@ -80,7 +80,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class ValueInputs:
-    """LossInputs of a critic: generated tokens only, in any order."""
+    """Like LossInputs, for a critic: generated tokens only, in any order."""
 
     values: torch.Tensor  # [tokens], current, with a gradient
     old_values: torch.Tensor  # [tokens], from which the advantages were computed
@@ -89,26 +89,26 @@ class ValueInputs:
 
     @property
     def scale(self) -> float:
-        """See LossInputs."""
+        """Factor from a sum over tokens to this micro-batch's share (see LossInputs)."""
         return 1.0 / max(self.denominator_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """This micro-batch's share of the step's loss, and of its metrics."""
+    """This micro-batch's share of the step's loss and metrics."""
 
     loss: torch.Tensor  # []
     metrics: dict[str, torch.Tensor]  # each []
-    """The names must not depend on the tokens. Names that telemetry does not declare start with `algorithm/`."""
+    """The names must not depend on the tokens. Names not declared by telemetry start with `algorithm/`."""
 
 
 class Algorithm(Protocol):
-    """An algorithm, built from its settings in the driver and in every rank of the learner. It keeps no state."""
+    """An algorithm, built from its settings in the driver and in every learner rank. Stateless."""
 
     def __init__(self, settings: Any) -> None: ...
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
-        """Compute advantages `[tokens]` from `rewards` and the columns that `needs` asks for.
+        """Compute advantages `[tokens]` from `rewards` and the columns requested by `needs`.
 
         `batch.spread` turns a value per sequence into one per token.
         """
@@ -120,7 +120,7 @@ class Algorithm(Protocol):
 
 
 class ActorCritic(Algorithm, Protocol):
-    """An algorithm that needs `values`: its batches have the critic's values, and it trains the critic."""
+    """An algorithm that needs `values`: its batches have the critic's values, and it defines the critic's loss."""
 
     def returns(self, batch: PackedBatch) -> FloatArray:
         """Compute the critic's targets, `[tokens]`."""
@@ -132,13 +132,13 @@ class ActorCritic(Algorithm, Protocol):
 
 
 def algorithm_of(settings: AlgorithmSpec) -> Algorithm:
-    """Build the algorithm of the settings: built in, or imported from the user's path."""
+    """Build the algorithm for the settings, built in or imported from the user's path."""
     algorithm: Algorithm = make(settings, BUILT_IN)
     return algorithm
 
 
 def common_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """Compute the metrics of every algorithm, each `[]`.
+    """Compute the metrics common to all algorithms, each `[]`.
 
     The engine and the learner run the same weights with different kernels, so `rollout_logprob_difference` is small
     unless the engine has wrong weights.
@@ -170,9 +170,9 @@ BY_STALENESS = "_by_staleness/"
 
 
 def by_staleness(inputs: LossInputs, **values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Split the token mean of each of `values` [tokens] by staleness; empty if all tokens are equally stale.
+    """Split the token mean of each of `values` [tokens] by staleness. Empty if all tokens are equally stale.
 
-    Each share is divided by all tokens of the step. Divide it by the share of `tokens` for a mean over its own.
+    Each share is divided by all tokens of the step. Divide it by the share of `tokens` for the mean over these tokens.
     """
     if inputs.staleness is None:
         return {}

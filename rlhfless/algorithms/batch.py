@@ -1,20 +1,20 @@
 """The learner's data: all sequences of a step, packed into one dimension of tokens.
 
-A sequence is a sample: its prompt, then the tokens that the model generated, with an environment's tokens in between.
-Sequences are sorted by (prompt id, sample index), so the batch does not depend on the order in which they finished.
+A sequence is a sample: its prompt, then the generated tokens, interleaved with an environment's tokens. Sequences are
+sorted by (prompt id, sample index), so the batch is independent of the order in which they finished.
 
 Invariants of a `PackedBatch`:
 
 - The value at index t belongs to `tokens[t]` given the tokens before it in its sequence. `response_mask` marks the
-  generated tokens, all others hold 0. It may be any mask without the first token of a sequence.
+  generated tokens; all others hold 0. It may be any mask that excludes the first token of each sequence.
 - `sequence_id` counts 0, 1, 2, ... and does not decrease; `group_id` counts 0, 1, 2, ... by first appearance.
-- Logprobs come in three kinds that are never mixed: *rollout* (the engine's at sampling), *old* (the policy before the
-  step's first update), *reference* (the frozen policy). The *current* ones exist only inside the learner.
-- `denominators` belong to one optimizer step over all ranks and micro-batches. `select` keeps them, so the way a batch
-  is divided cannot change the loss; `mini_batches` gives each mini-batch its own.
+- Three kinds of logprobs are never mixed: *rollout* (the engine's at sampling), *old* (the policy before the step's
+  first update), *reference* (the frozen policy). The *current* ones exist only inside the learner.
+- `denominators` belong to one optimizer step over all ranks and micro-batches. `select` keeps them, so dividing a batch
+  does not change the loss; `mini_batches` gives each mini-batch its own.
 
 A column is declared once, as a field of `PackedBatch`: its dtype, whether it has a value per token or per sequence, and
-where `pack` finds it in a sample. All other code here works from these declarations.
+how `pack` reads it from a sample. All other code here works from these declarations.
 
 Padding and micro-batching depend on the device and live in rlhfless.functions.policy.
 """
@@ -45,14 +45,14 @@ class Column:
 
     dtype: type[np.generic]
     per_token: bool
-    """A value per token (0 on tokens that were not generated), or one per sequence."""
+    """A value per token (0 on tokens that were not generated) instead of per sequence."""
     of_sample: Callable[[Sample], Any] | None = None
-    """Reads the value from a sample: `[generated tokens]`, or a number per sequence. None, here or as the value: the
+    """Reads the value from a sample: `[generated tokens]`, or a number per sequence. If this or the value is None, the
     column is added later."""
 
 
 OWN = Column(np.float32, per_token=True)
-"""The declaration of every column of a user-defined function."""
+"""The declaration of every user-defined function's column."""
 
 
 def per_token(dtype: type[np.generic], of_sample: Callable[[Sample], Any] | None = None) -> dict[str, Column]:
@@ -66,7 +66,7 @@ def per_sequence(dtype: type[np.generic], of_sample: Callable[[Sample], Any] | N
 
 
 class NonFinite(UserError, ValueError):
-    """A column has a value that is not finite. A single NaN would turn the gradient of the whole step into NaN."""
+    """A column has a non-finite value. A single NaN would turn the whole step's gradient into NaN."""
 
     def __init__(self, column: str, value: float, place: str, count: int) -> None:
         super().__init__(column, value, place, count)
@@ -90,12 +90,12 @@ class Denominators:
 
 
 NO_DENOMINATORS = Denominators(0, 0, 0)
-"""Placeholder while a batch is packed."""
+"""Placeholder while a batch is being packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences packed into one dimension. See the module's docstring for the invariants."""
+    """Sequences packed into one dimension. See the module docstring for the invariants."""
 
     tokens: IntArray  # [tokens]
     positions: IntArray  # [tokens], from 0 in each sequence
@@ -119,9 +119,9 @@ class PackedBatch:
     advantages: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     returns: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     staleness: IntArray | None = dataclasses.field(default=None, metadata=per_token(np.int64))
-    """Versions by which the weights behind each token were stale; None if all tokens are equally stale."""
+    """Versions by which each token's weights were stale; None if all tokens are equally stale."""
     oldest: int = 0
-    """The largest staleness in the batch of the step, of which this may be a part."""
+    """The largest staleness in the step's batch, which may be larger than this part."""
     own: Mapping[str, FloatArray] = dataclasses.field(default_factory=dict)
     """Columns of user-defined functions, by name, each `[tokens]`."""
 
@@ -159,29 +159,29 @@ class PackedBatch:
         return {name: value for name, value in (values | dict(self.own)).items() if value is not None}
 
     def with_columns(self, **columns: npt.NDArray[Any]) -> PackedBatch:
-        """Return the batch with these columns, `[tokens]` or `[sequences]` as declared.
+        """Return a copy with these columns, `[tokens]` or `[sequences]` as declared.
 
-        An undeclared column is the user's own, `[tokens]`. Raises ValueError for another shape, and NonFinite.
+        An undeclared column is the user's own, `[tokens]`. Raises ValueError for a wrong shape, and NonFinite.
         """
         known = declared(type(self))
         fitted = {name: self._fitted(name, known.get(name, OWN), values) for name, values in columns.items()}
         return dataclasses.replace(self, **self._placed(fitted))
 
     def _placed(self, columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-        """Return `columns` as values of fields."""
+        """Return `columns` as field values."""
         known = declared(type(self))
         placed: dict[str, Any] = {name: values for name, values in columns.items() if name in known}
         own = {name: values for name, values in columns.items() if name not in known}
         return placed | {"own": {**self.own, **own}}
 
     def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Give each generated token the value of its sequence: `[sequences]` -> `[tokens]`."""
+        """Give each generated token its sequence's value: `[sequences]` -> `[tokens]`."""
         if values.shape != (self.sequences,):
             raise ValueError(f"the values have shape {values.shape}, expected one per sequence: ({self.sequences},)")
         return np.where(self.response_mask, values[self.sequence_id], 0)
 
     def placed(self, generated: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Fill the other tokens with 0: `[generated tokens]` -> `[tokens]`."""
+        """Fill all other tokens with 0: `[generated tokens]` -> `[tokens]`."""
         values = np.zeros(len(self.tokens), dtype=generated.dtype)
         values[self.response_mask] = generated
         return values
@@ -219,10 +219,10 @@ def in_batch_order(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def pack(groups: Sequence[Group]) -> PackedBatch:
-    """Pack the groups of a step, with all values that their samples have.
+    """Pack a step's groups with all values of their samples.
 
-    Raises ValueError without samples, for a prompt without tokens (its first response token would be predicted from
-    nothing), missing rollout logprobs, and values that only some samples have; NonFinite, with column and sample.
+    Raises ValueError if there are no samples, a prompt has no tokens (nothing predicts its first response token),
+    rollout logprobs are missing, or only some samples have a value; NonFinite, naming column and sample.
     """
     ordered = in_batch_order(groups)
     if not ordered:
@@ -258,7 +258,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
 
 
 def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -> list[list[FloatArray]]:
-    """Split `values` [tokens] of `pack(groups)` by group and sample, in the order of `groups`: `[generated tokens]`."""
+    """Split `values` [tokens] of `pack(groups)` by group and sample in `groups` order, each `[generated tokens]`."""
     of_sequences = np.split(values[batch.response_mask], np.cumsum(batch.response_lengths)[:-1])
     keys = [sample.key for group in in_batch_order(groups) for sample in group.samples]
     by_key = dict(zip(keys, of_sequences, strict=True))
@@ -266,10 +266,10 @@ def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -
 
 
 def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
-    """Return the sequences `sequence_indices` [selected], in that order, with new ids from 0.
+    """Return the sequences `sequence_indices` [selected] in that order, with new ids from 0.
 
-    The denominators stay those of `batch`, for ranks and micro-batches, which share an optimizer step. Raises
-    ValueError if a sequence is selected twice.
+    Keeps the denominators of `batch`, because ranks and micro-batches share an optimizer step. Raises ValueError if a
+    sequence is selected twice.
     """
     indices = np.asarray(sequence_indices, dtype=np.int64)
     if len(np.unique(indices)) != len(indices):
@@ -294,14 +294,14 @@ def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
 
 
 def leave_out(batch: PackedBatch, sequences: BoolArray) -> PackedBatch:
-    """Exclude `sequences` [sequences] from the loss and its denominators. They keep their rewards and group."""
+    """Exclude `sequences` [sequences] from the loss and its denominators, keeping their rewards and groups."""
     mask = batch.response_mask & ~sequences[batch.sequence_id]
     masked = dataclasses.replace(batch, response_mask=mask)
     return own_denominators(masked.with_columns(**masked.columns()))
 
 
 def own_denominators(batch: PackedBatch) -> PackedBatch:
-    """Return the batch as the data of an optimizer step of its own."""
+    """Return the batch with its own denominators, as the data of a separate optimizer step."""
     answered = int(np.count_nonzero(batch.response_lengths))
     own = Denominators(int(batch.response_mask.sum()), answered, batch.groups)
     return dataclasses.replace(batch, denominators=own)
@@ -312,7 +312,7 @@ def _own(name: str) -> Column:
 
 
 def _packed(name: str, column: Column, samples: Sequence[Sample], mask: BoolArray) -> npt.NDArray[Any] | None:
-    """Collect a column from the samples; None if they do not have it yet."""
+    """Collect a column from the samples. Returns None if no sample has it yet."""
     assert column.of_sample is not None
     of_samples = [column.of_sample(sample) for sample in samples]
     lacking = [sample for sample, value in zip(samples, of_samples, strict=True) if value is None]

@@ -1,4 +1,4 @@
-"""Algorithms that compare the samples of a prompt with each other (a group): GRPO and its relatives.
+"""Algorithms that compare the samples of a prompt (a group): GRPO and its relatives.
 
     type      advantage of a response with reward R             loss of a token
     grpo      (R - group mean) / (group std + 1e-6)             PPO's clip, rlhfless.algorithms.losses
@@ -9,7 +9,7 @@
     cispo     as grpo                                           a weighted log likelihood
     sapo      as grpo                                           a soft gate in place of the clip
 
-R includes the KL to the reference if that is part of the reward. Statistics are in float64.
+R includes the KL to the reference if it is part of the reward. Statistics are computed in float64.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rlhfless.spec import (
 )
 
 STD_FLOOR = 1e-6
-"""Added to the standard deviation, so that an advantage stays bounded when rewards hardly differ."""
+"""Added to the standard deviation to bound advantages when rewards hardly differ."""
 
 S = TypeVar("S", bound=GroupRelativeSpec)
 
@@ -53,8 +53,8 @@ def group_advantages(rewards: FloatLike, group_id: IntArray, *, normalize_std: b
 
         A = (R - mean of the group) / (std of the group + 1e-6)
 
-    `rewards` and `group_id` are `[sequences]`. The standard deviation is unbiased; without `normalize_std` A is not
-    divided. Groups of one sample or of equal rewards give no signal: their advantages are exactly 0.
+    `rewards` and `group_id` are `[sequences]`. The standard deviation is unbiased; without `normalize_std`, A is not
+    divided. Groups of one sample or of equal rewards carry no signal: their advantages are exactly 0.
     """
     values = centred(rewards, group_id)
     return (values / (group_std(values, group_id) + STD_FLOOR) if normalize_std else values).astype(np.float32)
@@ -66,10 +66,10 @@ def group_sizes(group_id: IntArray) -> IntArray:
 
 
 def centred(rewards: FloatLike, group_id: IntArray) -> Float64Array:
-    """Subtract from `rewards` [sequences] the mean of their group; exactly 0 in a group of equal rewards."""
+    """Subtract the group mean from `rewards` [sequences]; exactly 0 in a group of equal rewards."""
     values = np.asarray(rewards, dtype=np.float64)
     means = np.bincount(group_id, values)[group_id] / group_sizes(group_id)
-    # Equality is found by comparison: the mean of equal numbers may have a rounding error.
+    # Compare for equality, because the mean of equal numbers may have a rounding error.
     groups = int(group_id.max(initial=-1)) + 1
     low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(low, group_id, values)
@@ -78,7 +78,7 @@ def centred(rewards: FloatLike, group_id: IntArray) -> Float64Array:
 
 
 def group_std(centred_rewards: Float64Array, group_id: IntArray) -> Float64Array:
-    """Compute the unbiased standard deviation of each sequence's group, `[sequences]`; 0 in a group of one."""
+    """Return the unbiased standard deviation of each sequence's group, `[sequences]`; 0 in a group of one."""
     squares = np.bincount(group_id, centred_rewards**2)[group_id]
     return np.asarray(np.sqrt(squares / np.maximum(group_sizes(group_id) - 1, 1)))
 
@@ -90,7 +90,7 @@ class GroupRelative(Generic[S]):
         self._settings = settings
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
-        """Compute group relative advantages, `[tokens]`. Raises ValueError if the batch has no rewards."""
+        """Compute group-relative advantages, `[tokens]`. Raises ValueError if the batch has no rewards."""
         settings = self._settings
         rewards = rewards_with_kl(batch, settings.kl)
         return batch.spread(group_advantages(rewards, batch.sequence_groups, normalize_std=settings.normalize_std))
@@ -103,7 +103,7 @@ class GRPO(GroupRelative[GRPOSpec], ClippedLoss[GRPOSpec]):
 class DAPO(GroupRelative[DAPOSpec], ClippedLoss[DAPOSpec]):
     """Decoupled clip and dynamic sampling policy optimization (arXiv 2503.14476).
 
-    It is GRPO with other defaults. The loop does the dynamic sampling (rlhfless.orchestrator.experience).
+    GRPO with other defaults. The loop does the dynamic sampling (rlhfless.orchestrator.experience).
     """
 
 
@@ -123,12 +123,14 @@ class RLOO(ClippedLoss[RLOOSpec]):
 
         A_i = R_i - 1/(n-1) sum over j != i of R_j = n/(n-1) (R_i - mean of the group)
 
-    In a step's first update the ratio is 1, and the clipped loss has REINFORCE's gradient. The clip acts later.
+    In a step's first update the ratio is 1 and the clipped loss has REINFORCE's gradient. The clip acts later.
     """
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
-        """Subtract the others' mean from each reward, `[tokens]`; 0 in a group of one. Raises ValueError if the batch
-        has no rewards."""
+        """Subtract the others' mean from each reward, `[tokens]`; 0 in a group of one.
+
+        Raises ValueError if the batch has no rewards.
+        """
         groups = batch.sequence_groups
         others = np.maximum(group_sizes(groups) - 1, 1)
         values = centred(rewards_with_kl(batch, self._settings.kl), groups) * (others + 1) / others
@@ -140,8 +142,8 @@ class GSPO(GroupRelative[GSPOSpec]):
 
         s_i = exp(mean over t of (log p - log p_old))        the ratio of token t: sg[s_i] p_t / sg[p_t]
 
-    The tokens of a response share one ratio and are clipped together, and each has its own gradient (GSPO-token,
-    section 4.3; with one advantage per response this is GSPO, eq. 5).
+    The tokens of a response share one ratio and are clipped together, but each keeps its own gradient (GSPO-token,
+    section 4.3; with one advantage per response this equals GSPO, eq. 5).
     """
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
@@ -155,8 +157,8 @@ class GSPO(GroupRelative[GSPOSpec]):
 class CISPO(GroupRelative[CISPOSpec]):
     """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4): -sg[clip(r)] A log p.
 
-    The weight limits how much a token counts but, unlike PPO's clip, never removes its gradient. The ratios that move
-    first belong to unlikely tokens, on which reasoning often turns.
+    Unlike PPO's clip, the weight limits how much a token counts without removing its gradient. The ratios that move
+    first belong to unlikely tokens, where reasoning often changes direction.
     """
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
@@ -176,7 +178,7 @@ class SAPO(GroupRelative[SAPOSpec]):
 
         -A f(r),  f(r) = 4/tau sigmoid(tau (r - 1)),  tau = `temperature_positive` if A > 0 else `temperature_negative`
 
-    f'(1) = 1: near the old policy this is the policy gradient, and it fades as the ratio moves away on either side.
+    f'(1) = 1: near the old policy this is the policy gradient. It fades as the ratio moves away on either side.
     """
 
     def loss(self, inputs: LossInputs) -> LossOutputs:

@@ -1,4 +1,4 @@
-"""KL to the reference policy: estimators, KL as a part of the reward, and a coefficient that follows a target.
+"""KL to the reference policy: estimators, KL as part of the reward, and a coefficient that follows a target.
 
 Estimators of KL(policy || reference) from the policy's own samples (http://joschu.net/blog/kl-approx.html), with
 x = log p_reference - log p_policy of a sampled token:
@@ -7,8 +7,8 @@ x = log p_reference - log p_policy of a sampled token:
     k2 = x^2 / 2        biased, low variance, never negative
     k3 = e^x - x - 1    unbiased, low variance, never negative
 
-As a term of the loss only k2 has, on average, the gradient of this divergence: the gradient of k1 averages to zero, and
-that of k3 to the gradient of KL(reference || policy). As a part of the reward all three are sound.
+As a term of the loss, only k2 has the gradient of this divergence on average: the gradient of k1 averages to zero, and
+that of k3 to the gradient of KL(reference || policy). As part of the reward, all three are sound.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FloatLike = npt.NDArray[np.floating]
 Float64Array = npt.NDArray[np.float64]
 
 MAX_LOG_RATIO = 20.0
-"""e^20 = 5e8. A single broken logprob would overflow to inf and turn the whole gradient into NaN. No token of a policy
-worth training is this far from its reference, so the clamp never acts on sound data."""
+"""e^20 = 5e8. A single broken logprob would overflow to inf and turn the whole gradient into NaN. No token of a useful
+policy is this far from its reference, so the clamp never acts on sound data."""
 
 MAX_ERROR = 0.2
 """Bound on the relative error of `next_kl_coefficient`, as published."""
@@ -59,8 +59,8 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
 def old_kl_to_reference(batch: PackedBatch, estimator: Estimator) -> Float64Array:
     """Estimate KL of the *old* policy to the reference, `[generated tokens]`.
 
-    These are the learner's logprobs before the step's first update. The engine's come from other kernels and, in
-    overlapped schedules, from other weights. Raises ValueError if the batch lacks old or reference logprobs.
+    Uses the learner's logprobs from before the step's first update. The engine's logprobs come from other kernels and,
+    in overlapped schedules, from other weights. Raises ValueError if the batch lacks old or reference logprobs.
     """
     old, reference, generated = batch.old_logprobs, batch.reference_logprobs, batch.response_mask
     if old is None or reference is None:
@@ -71,9 +71,9 @@ def old_kl_to_reference(batch: PackedBatch, estimator: Estimator) -> Float64Arra
 
 
 def rewards_with_kl(batch: PackedBatch, kl: KLSpec) -> Float64Array:
-    """Return rewards `[sequences]`, minus KL summed over the response if it is part of the reward.
+    """Return rewards `[sequences]`, minus the KL summed over the response if it is part of the reward.
 
-    Raises ValueError if the batch lacks rewards, or old or reference logprobs that KL needs.
+    Raises ValueError if rewards, or the old or reference logprobs for KL, are missing.
     """
     rewards = rewards_of(batch)
     if not kl.in_reward:
@@ -86,8 +86,8 @@ def rewards_with_kl(batch: PackedBatch, kl: KLSpec) -> Float64Array:
 def token_rewards(batch: PackedBatch, rewards: FloatLike, kl: KLSpec) -> Float64Array:
     """Place `rewards` [sequences] at each sequence's last generated token, `[generated tokens]`.
 
-    Each token's KL is subtracted if it is part of the reward. Raises ValueError if the old or reference logprobs that
-    it needs are missing.
+    Subtracts each token's KL if it is part of the reward; raises ValueError if its old or reference logprobs are
+    missing.
     """
     lengths = batch.response_lengths
     per_token = np.zeros(int(lengths.sum()))
@@ -103,7 +103,7 @@ def rewards_of(batch: PackedBatch) -> Float64Array:
 
 
 def adaptive_kl(settings: AlgorithmSpec) -> RewardKLSpec | None:
-    """Return the KL settings if their coefficient follows a target."""
+    """Return the KL settings if their coefficient follows a target, else None."""
     kl = getattr(settings, "kl", None)
     return kl if isinstance(kl, RewardKLSpec) and kl.target is not None else None
 
@@ -118,7 +118,7 @@ def next_kl_coefficient(coefficient: float, measured_kl: float, target: float, *
 
 
 def adapt_kl(settings: AlgorithmSpec, batch: PackedBatch) -> AlgorithmSpec:
-    """Return the settings for the step after the one that learned from `batch`."""
+    """Return the settings for the step after `batch` was learned, with an adapted KL coefficient."""
     kl = adaptive_kl(settings)
     if kl is None or kl.target is None or not batch.denominators.tokens:
         return settings
@@ -129,7 +129,7 @@ def adapt_kl(settings: AlgorithmSpec, batch: PackedBatch) -> AlgorithmSpec:
 
 
 def with_kl_coefficient(settings: AlgorithmSpec, coefficient: float) -> AlgorithmSpec:
-    """Return the settings with another KL coefficient, or unchanged if it follows no target."""
+    """Return the settings with a new KL coefficient, or unchanged if it follows no target."""
     kl = adaptive_kl(settings)
     if kl is None:
         return settings

@@ -1,10 +1,10 @@
-"""The policy loss that the built-in algorithms share, around the per-token loss that is each algorithm's own.
+"""The policy loss shared by the built-in algorithms, built around each algorithm's own per-token loss.
 
     loss = aggregate(per_token * factor) + kl.coefficient * aggregate(kl) - entropy_bonus * mean over tokens of entropy
 
-`per_token` is PPO's clipped loss unless the algorithm has another, `factor` corrects for the difference between the
-engine and the learner. A micro-batch holds whole sequences (rlhfless.functions.batching), so a sum over a sequence is
-complete. No shape depends on values: the memory plan rehearses a step with fake tensors.
+`per_token` is PPO's clipped loss by default; `factor` corrects for the difference between engine and learner. A
+micro-batch holds whole sequences (rlhfless.functions.batching), so a sum over a sequence is complete. No shape depends
+on values, because the memory plan rehearses a step with fake tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ S = TypeVar("S", bound=ClippedLossSpec)
 
 
 class ClippedLoss(Generic[S]):
-    """Base class of algorithms whose per-token loss is PPO's."""
+    """Base class of algorithms with PPO's per-token loss."""
 
     def __init__(self, settings: S) -> None:
         self._settings = settings
@@ -41,8 +41,8 @@ def policy_loss(
 ) -> LossOutputs:
     """Correct and aggregate `per_token` [tokens], then add KL and entropy.
 
-    KL in the loss is aggregated like the loss and not corrected. The entropy bonus is always a token mean.
-    Raises ValueError if KL is in the loss and there are no reference logprobs.
+    KL in the loss is aggregated like the loss but not corrected. The entropy bonus is always a token mean.
+    Raises ValueError if KL is in the loss and reference logprobs are missing.
     """
     factor, metrics = correction(inputs, settings)
     loss = aggregate(inputs, per_token if factor is None else per_token * factor, settings)
@@ -76,7 +76,7 @@ def clipped_loss(inputs: LossInputs, ratio: torch.Tensor, settings: ClippedLossS
         max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
 
     Source: PPO (arXiv 1707.06347, eq. 7) with DAPO's two bounds (2503.14476, eq. 8). A dual clip c (1912.09729, eq. 8)
-    limits the loss to -c A where A < 0, where the first clip does not bound a ratio that has grown.
+    limits the loss to -c A where A < 0, because the first clip does not bound an increased ratio there.
     """
     advantages = inputs.advantages
     bound = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -87,7 +87,7 @@ def clipped_loss(inputs: LossInputs, ratio: torch.Tensor, settings: ClippedLossS
 
 
 def clip_metrics(inputs: LossInputs, ratio: torch.Tensor, settings: ClippedLossSpec) -> dict[str, torch.Tensor]:
-    """Count a token as clipped if the clip removes its gradient, not whenever its ratio is out of range."""
+    """Return clip metrics. A token counts as clipped if the clip removes its gradient."""
     advantages, scale = inputs.advantages, inputs.scale
     low = (ratio < 1 - settings.clip_low) & (advantages < 0)
     high = (ratio > 1 + settings.clip_high) & (advantages > 0)
@@ -100,15 +100,15 @@ def clip_metrics(inputs: LossInputs, ratio: torch.Tensor, settings: ClippedLossS
 def correction(inputs: LossInputs, settings: PolicyLossSpec) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """Correct for the difference between the engine that generated the tokens and the learner before the update.
 
-    Returns the factor of each token's loss `[tokens]`, or None without a correction, and metrics, each `[]`, which
-    are also there without one because they show whether it is needed. With d = log p_old - log p_rollout of a token:
+    Returns a factor per token `[tokens]` (None without a correction) and metrics, each `[]`, which are always computed
+    because they show whether a correction is needed. With d = log p_old - log p_rollout of a token:
 
         token      exp(d)
         sequence   exp(sum of d over the sequence)
         geometric  exp(mean of d over the sequence): independent of its length
 
-    `importance` multiplies the loss of a token by this ratio, `rejection` leaves the token out. Neither has a gradient
-    or changes a denominator, so a step with many rejected tokens is a small step.
+    `importance` multiplies a token's loss by this ratio; `rejection` drops the token. Neither has a gradient or changes
+    a denominator, so a step with many rejected tokens is a small step.
     """
     difference = (inputs.old - inputs.rollout_logprobs).detach()
     factor, metrics = None, _off_policy_metrics(inputs, difference)
@@ -182,7 +182,7 @@ def generated_tokens(inputs: LossInputs) -> torch.Tensor:
 def sequence_sum(inputs: LossInputs, values: torch.Tensor) -> torch.Tensor:
     """Sum `values` [tokens] over each token's sequence, `[tokens]`, without a gradient."""
     wide = values.detach().double()
-    # Each sequence has a token, so there are no more sequences than tokens.
+    # Every sequence has at least one token, so there are no more sequences than tokens.
     sums = torch.zeros_like(wide).index_add(0, inputs.sequence_id, wide)
     return sums[inputs.sequence_id].to(values.dtype)
 

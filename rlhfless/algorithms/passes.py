@@ -1,7 +1,7 @@
 """The optimizer steps of a training step: passes over its batch (epochs), each divided into mini-batches.
 
 Several passes learn more from samples that were expensive to generate (arXiv 1707.06347, algorithm 1, has K epochs).
-Each pass has its own order of groups, which depends only on the seed: a step that is repeated or resumed has the same
+Each pass has its own order of groups, which depends only on the seed, so a repeated or resumed step has the same
 mini-batches.
 """
 
@@ -17,9 +17,9 @@ from rlhfless.records import IntArray
 
 
 def mini_batches(batch: PackedBatch, count: int, order: IntArray) -> tuple[PackedBatch, ...]:
-    """Divide a batch into `count` mini-batches of whole groups, in the order `order` [groups].
+    """Divide a batch into `count` mini-batches of whole groups, in the given `order` [groups].
 
-    Their numbers of groups differ by at most one. Each is the data of one optimizer step and has its own denominators.
+    Group counts differ by at most one. Each mini-batch is the data of one optimizer step with its own denominators.
     Raises ValueError if there are fewer groups than mini-batches.
     """
     if count == 1:
@@ -33,19 +33,19 @@ def mini_batches(batch: PackedBatch, count: int, order: IntArray) -> tuple[Packe
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """How a function passes over the batch of a training step."""
+    """The passes of a function over a training step's batch."""
 
     mini_batches: int = 1
     """Optimizer steps per pass."""
     epochs: int = 1
     seed: tuple[int, ...] = (0,)
-    """Numbers of the run and of the step, which seed the order of each pass."""
+    """Numbers of the run and the step that seed the order of each pass."""
     planned_updates: int = 0
-    """Optimizer steps of the whole run, over which the learning rate may fall."""
+    """Optimizer steps of the whole run, the horizon of the learning rate schedule."""
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of the training step."""
+        """Optimizer steps per training step."""
         return self.mini_batches * self.epochs
 
     def over(self, batch: PackedBatch) -> Iterator[PackedBatch]:

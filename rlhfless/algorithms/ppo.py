@@ -1,7 +1,7 @@
-"""Advantages per token: PPO with a critic, and REINFORCE++, which whitens returns in place of one.
+"""Per-token advantages: PPO with a critic, and REINFORCE++, which whitens returns instead.
 
 An environment's tokens are skipped: the step after a generated token is the next generated token, because the model
-decides nothing in between.
+makes no decision in between.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ _RETURN, _RETURN_SQUARE, _ERROR, _ERROR_SQUARE = PARTS = (
     "value_error",
     "value_error_square",
 )
-"""Token means from which `with_explained_variance` computes the explained variance; telemetry does not have them."""
+"""Token means behind the explained variance of `with_explained_variance`. Telemetry does not report them."""
 
 
 class PPO(ClippedLoss[PPOSpec]):
     """Proximal policy optimization with a critic (arXiv 1707.06347).
 
-    The actor's advantages and the critic's returns may have different lambdas (decoupled GAE, arXiv 2503.01491): with
-    lambda 1 the critic learns without bias, with a smaller one the actor's advantages have less variance.
+    The actor's advantages and the critic's returns may use different lambdas (decoupled GAE, arXiv 2503.01491): with
+    lambda 1 the critic learns without bias; a smaller lambda reduces the variance of the actor's advantages.
     """
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
-        """Compute generalized advantages, `[tokens]`, whitened over the step if so set. Raises ValueError if the batch
-        lacks rewards or values."""
+        """Compute generalized advantages, `[tokens]`, whitened over the step if configured.
+
+        Raises ValueError if the batch lacks rewards or values.
+        """
         settings, alpha = self._settings, self._settings.length_adaptive
         lambda_: FloatLike | float = settings.lambda_actor
         if alpha is not None:
@@ -51,8 +53,10 @@ class PPO(ClippedLoss[PPOSpec]):
         return batch.placed(whitened(advantages) if settings.whiten else advantages).astype(np.float32)
 
     def returns(self, batch: PackedBatch) -> FloatArray:
-        """Compute the critic's targets, `[tokens]`: values plus advantages that are not whitened. Raises ValueError if
-        the batch lacks rewards or values."""
+        """Compute the critic's targets, `[tokens]`: values plus unwhitened advantages.
+
+        Raises ValueError if the batch lacks rewards or values.
+        """
         lambda_ = self._settings.lambda_critic
         if lambda_ is None:
             lambda_ = 1.0 if self._settings.length_adaptive else self._settings.lambda_actor
@@ -86,8 +90,8 @@ class ReinforcePlusPlus(ClippedLoss[ReinforcePlusPlusSpec]):
 
         G_t = r_t + gamma G_{t+1}        A_t = (G_t - mean of G) / std of G
 
-    r_t is minus the KL of token t, if that is part of the reward, plus the response's reward at its last generated
-    token. `group_baseline` first subtracts from this reward the mean of its group (REINFORCE++-baseline).
+    r_t is the response's reward at its last generated token, else 0, minus the KL of token t if it is part of the
+    reward. `group_baseline` first subtracts the group mean from the reward (REINFORCE++-baseline).
     """
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
@@ -96,7 +100,7 @@ class ReinforcePlusPlus(ClippedLoss[ReinforcePlusPlusSpec]):
         if self._settings.group_baseline:
             rewards = centred(rewards, batch.sequence_groups)
         by_token = token_rewards(batch, rewards, self._settings.kl)
-        # Without values and with lambda 1 an advantage is the return.
+        # Without values and with lambda 1, an advantage is the return.
         returns = gae(by_token, np.zeros(len(by_token)), batch.response_lengths, self._settings.gamma, 1.0)
         return batch.placed(whitened(returns)).astype(np.float32)
 
@@ -108,8 +112,8 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lambda A_{t+1}
 
-    `rewards` and `values` are `[generated tokens]`, sequence after sequence. `lengths` [sequences] counts those of each
-    sequence. `lambda_` is one number or `[sequences]`. After the last token V and A are 0.
+    `rewards` and `values` are `[generated tokens]`, one sequence after another. `lengths` [sequences] are the generated
+    tokens per sequence. `lambda_` is one number or `[sequences]`. After the last token, V and A are 0.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     last = (np.cumsum(lengths) - 1)[longest_first]
@@ -156,8 +160,8 @@ def explained_variance_parts(inputs: ValueInputs) -> dict[str, torch.Tensor]:
 def with_explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:
     """Replace `PARTS` in a step's metrics with 1 - Var(R - V) / Var(R), where V are the values behind the advantages.
 
-    1 is a critic that predicts every return, 0 one that predicts their mean. If all returns are equal the metric is
-    left out.
+    It is 1 for a critic that predicts every return, and 0 for one that predicts their mean. Omits the metric if all
+    returns are equal.
     """
     kept = {name: value for name, value in metrics.items() if name not in PARTS}
     if not metrics.keys() >= set(PARTS):

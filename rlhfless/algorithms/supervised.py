@@ -1,8 +1,8 @@
-"""Losses for written responses, SFT, DPO and the Bradley-Terry loss of a reward model, and the batch they learn from.
+"""Losses for written responses (SFT, DPO, a reward model's Bradley-Terry loss), and the batch they learn from.
 
-They are pure like an algorithm's (rlhfless.algorithms.base): they cover the learned tokens of one micro-batch, with the
-denominators of the whole optimizer step. In a batch each group is an example. The two sequences of a pair are
-neighbours, chosen before rejected, also in a micro-batch: pairwise losses need whole pairs.
+Losses are pure, like an algorithm's (rlhfless.algorithms.base): they cover the learned tokens of one micro-batch, with
+the denominators of the whole optimizer step. Each group of a batch is an example. The two sequences of a pair are
+adjacent, chosen before rejected, also in a micro-batch: pairwise losses need whole pairs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ trained one, whose logits of 20 round more coarsely."""
 
 
 def pack_examples(examples: Sequence[Example]) -> PackedBatch:
-    """Pack examples in their order.
+    """Pack examples in order.
 
     `response_mask` marks the learned tokens. Rollout logprobs are 0 because no engine generated the tokens.
     """
@@ -56,7 +56,7 @@ class SupervisedInputs:
     """The learned tokens of whole sequences."""
 
     outputs: torch.Tensor  # [tokens], with a gradient
-    """Logprobs of the tokens; or the scores of a reward model, which has one such token per sequence."""
+    """Logprobs of the tokens, or the scores of a reward model, which learns one token per sequence."""
     sequence_id: torch.Tensor  # [tokens], int64, from 0
     denominator_tokens: int
     """Learned tokens of the optimizer step, over all micro-batches and ranks."""
@@ -82,7 +82,7 @@ class SFT:
     """Negative log likelihood of the responses, a mean over the tokens of the optimizer step."""
 
     def loss(self, inputs: SupervisedInputs) -> LossOutputs:
-        """See Objective."""
+        """Compute the negative log likelihood (see Objective)."""
         return LossOutputs(-inputs.outputs.sum() / max(inputs.denominator_tokens, 1), {})
 
 
@@ -95,11 +95,11 @@ class DPO:
     """
 
     def __init__(self, settings: DPOSpec, dtype: DType = "float32") -> None:
-        """`dtype` is that of the model's forward pass."""
+        """`dtype`: the dtype of the model's forward pass."""
         self._settings, self._dtype = settings, dtype
 
     def loss(self, inputs: SupervisedInputs) -> LossOutputs:
-        """See Objective. Raises ValueError without reference logprobs."""
+        """Compute the DPO loss (see Objective). Raises ValueError without reference logprobs."""
         if inputs.reference_logprobs is None:
             raise ValueError("DPO needs reference logprobs, and the batch has none")
         log_ratios = inputs.sequence_sums(inputs.outputs - inputs.reference_logprobs)
@@ -112,11 +112,11 @@ class BradleyTerry:
     """The loss of a reward model (arXiv 2203.02155, eq. 1), a mean over pairs: -log sigmoid(s_chosen - s_rejected)."""
 
     def __init__(self, dtype: DType = "float32") -> None:
-        """`dtype` is that of the model's forward pass."""
+        """`dtype`: the dtype of the model's forward pass."""
         self._dtype = dtype
 
     def loss(self, inputs: SupervisedInputs) -> LossOutputs:
-        """See Objective."""
+        """Compute the pairwise loss (see Objective)."""
         chosen, rejected = inputs.sequence_sums(inputs.outputs).view(-1, 2).unbind(1)
         return _pairwise_loss(chosen, rejected, _rounding_noise(inputs, self._dtype), inputs, 0.0)
 
@@ -152,9 +152,9 @@ def evaluate(objective: Objective, batch: PackedBatch, outputs: FloatArray) -> d
 
 
 def _rounding_noise(inputs: SupervisedInputs, dtype: DType) -> torch.Tensor:
-    """Bound the difference between the two responses' sums of outputs that rounding alone explains, `[pairs]`.
+    """Bound the difference between the sums of a pair's two responses that rounding explains, `[pairs]`.
 
-    Two passes with equal weights differ because their batches do. Tokens round independently, so squares add up.
+    Two passes with equal weights differ because their batches differ. Tokens round independently, so squares add up.
     """
     squares = inputs.sequence_sums((1 + inputs.outputs.detach().abs()).square())
     return ROUNDING[dtype] * squares.view(-1, 2).sum(1).sqrt()
@@ -165,7 +165,7 @@ def _pairwise_loss(
 ) -> LossOutputs:
     """Compute the loss from the rewards of both responses, each `[pairs]`.
 
-    Rewards that differ by no more than `noise` [pairs] are a tie, which counts one half in the accuracy.
+    Rewards within `noise` [pairs] of each other are a tie, which counts one half in the accuracy.
     """
     margins, scale = chosen - rejected, 1.0 / max(inputs.denominator_examples, 1)
     losses = -(1 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)

@@ -7,8 +7,8 @@
         for event in client.watch(run.id):
             print(event.message)
 
-Without a URL it is RLHFLESS_URL, else the service of ./rlhfless-data, else http://127.0.0.1:8080; the key is
-RLHFLESS_API_KEY.
+The URL defaults to RLHFLESS_URL, then to the service of ./rlhfless-data, then to http://127.0.0.1:8080; the key
+defaults to RLHFLESS_API_KEY.
 """
 
 from rlhfless.client.clients import AsyncClient, Client

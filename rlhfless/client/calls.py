@@ -1,4 +1,4 @@
-"""The requests of the API: their bodies, their answers, and whether they may be repeated. Both clients send them."""
+"""The requests of the API: their bodies, answers, and whether they are repeatable. Both clients send them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ TIMEOUT_S = 30.0
 """Longest wait for an answer, in seconds."""
 
 COMPUTE_S = 250.0
-"""Longest wait for a computation of the service, which takes 120 s at most."""
+"""Longest wait for a computation by the service, which takes at most 120 s."""
 
 STREAM_S = 60.0
-"""Longest silence of a stream of events: the service sends something every 15 s."""
+"""Longest silence of an event stream; the service sends something every 15 s."""
 
 TRIES = 6
-"""Most tries of a repeatable request, over some ten seconds: a service starts in three."""
+"""Most tries of a repeatable request, over about ten seconds; a service starts in three."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 5.0
-"""Time between two tries, doubled each time."""
+"""Wait between two tries: the first, doubled each time up to the longest."""
 
 RETRIED = frozenset({429, 502, 503, 504})
 """Status codes after which the same request may succeed."""
@@ -54,14 +54,14 @@ class ClientCall(Generic[T]):
     method: str
     path: str
     answer: Any
-    """Type of the answer; `str` and `bytes` are the body itself, None is no body."""
+    """Type of the answer. `str` and `bytes` are the body itself; None is an empty body."""
     params: Sequence[tuple[str, str]] = ()
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = True
-    """Whether the request may be sent again without changing more than the first one."""
+    """Whether a repeated request has no effect beyond the first one's."""
     timeout_s: float | None = None
-    """Longest wait for an answer; by default the client's."""
+    """Longest wait for an answer; defaults to the client's."""
 
     def request_of(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         timeout = httpx.USE_CLIENT_DEFAULT if self.timeout_s is None else self.timeout_s
@@ -75,12 +75,12 @@ class ClientCall(Generic[T]):
         )
 
     def is_last(self, attempt: int, error: httpx.TransportError | None = None) -> bool:
-        """Return whether try number `attempt`, from 0, was the last. Long computations are not repeated."""
+        """Return whether try number `attempt` (from 0) is the last. Long computations are not repeated."""
         slow = self.timeout_s is not None and isinstance(error, httpx.ReadTimeout)
         return attempt == TRIES - 1 or not self.repeatable or slow
 
     def parsed(self, response: httpx.Response) -> T:
-        """Return the answer. Raises ApiFault."""
+        """Return the parsed answer. Raises ApiFault."""
         if not response.is_success:
             raise fault_of(response)
         if self.answer in (None, str, bytes):
@@ -90,13 +90,13 @@ class ClientCall(Generic[T]):
 
 
 def wait_s(attempt: int, response: httpx.Response | None) -> float:
-    """Return the seconds to wait after try number `attempt`, from 0."""
+    """Return the seconds to wait after try number `attempt` (from 0)."""
     retry_after = response.headers.get("retry-after", "") if response is not None else ""
     return float(retry_after) if retry_after.isdecimal() else min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
 
 
 def service_url(url: str | None, data: str | None = None) -> str:
-    """Return the service's address: `url`, else RLHFLESS_URL, else the service of the data folder, else the default."""
+    """Return the service's address: `url`, else RLHFLESS_URL, else the data folder's service, else the default."""
     url = url or os.environ.get(URL)
     if url is None:
         service = read_announcement(data or DATA_FOLDER)
@@ -122,20 +122,20 @@ def away(url: str, error: Exception) -> ServiceAway:
 
 
 def create_run(spec: Mapping[str, Any], idempotency_key: str | None = None) -> ClientCall[RunObject]:
-    """Queue a run. Sent again with the same `idempotency_key`, it is the same run."""
+    """Queue a run. Repeating the call with the same `idempotency_key` returns the same run."""
     key = idempotency_key or uuid.uuid4().hex
     return ClientCall("POST", "/v1/runs", RunObject, body=dict(spec), headers={"Idempotency-Key": key})
 
 
 def get_run(run_id: str) -> ClientCall[RunObject]:
-    """A run."""
+    """Return a run."""
     return ClientCall("GET", f"/v1/runs/{run_id}", RunObject)
 
 
 def list_runs(
     after: str | None = None, limit: int = 20, status: Sequence[str] = (), metadata: Mapping[str, str] | None = None
 ) -> ClientCall[ListObject[RunObject]]:
-    """Runs, newest first; `after`: the last run of the page before."""
+    """List runs, newest first. `after`: ID of the last run of the previous page."""
     params = [("limit", str(limit)), *(("status", name) for name in status)]
     params += [(f"metadata[{name}]", value) for name, value in (metadata or {}).items()]
     params += [("after", after)] if after else []
@@ -143,32 +143,35 @@ def list_runs(
 
 
 def cancel_run(run_id: str) -> ClientCall[RunObject]:
-    """Stop a run for good."""
+    """Stop a run permanently."""
     return ClientCall("POST", f"/v1/runs/{run_id}/cancel", RunObject)
 
 
 def pause_run(run_id: str) -> ClientCall[RunObject]:
-    """Stop a run after its step, with a checkpoint."""
+    """Stop a run after its current step, with a checkpoint."""
     return ClientCall("POST", f"/v1/runs/{run_id}/pause", RunObject)
 
 
 def resume_run(
     run_id: str, limits: Mapping[str, Any] | None = None, allow_changed: Sequence[str] = ()
 ) -> ClientCall[RunObject]:
-    """Queue a paused run again; `limits` replace those of its spec, and None removes one. `allow_changed`: which of
-    `data`, `model` and `code` may have changed since the run began."""
+    """Queue a paused run again.
+
+    `limits` replace those of its spec; a limit of None removes it. `allow_changed`: those of `data`, `model` and `code`
+    that may have changed since the run started.
+    """
     body: dict[str, Any] = {"limits": dict(limits)} if limits else {}
     body |= {"allow_changed": list(allow_changed)} if allow_changed else {}
     return ClientCall("POST", f"/v1/runs/{run_id}/resume", RunObject, body=body or None)
 
 
 def delete_run(run_id: str) -> ClientCall[None]:
-    """Remove an ended run, with its folder."""
+    """Delete an ended run and its folder."""
     return ClientCall("DELETE", f"/v1/runs/{run_id}", None)
 
 
 def events(run_id: str, after: int = 0, limit: int = 100) -> ClientCall[ListObject[EventObject]]:
-    """Events of a run after the one with id `after`, oldest first."""
+    """List events of a run after the event with ID `after`, oldest first."""
     params = [("after", str(after)), ("limit", str(limit))]
     return ClientCall("GET", f"/v1/runs/{run_id}/events", ListObject[EventObject], params)
 
@@ -180,7 +183,7 @@ def metrics(
     points: int | None = None,
     until_step: int | None = None,
 ) -> ClientCall[MetricsObject]:
-    """Time series of a run's metrics; all metrics without `names`."""
+    """Return time series of a run's metrics; all metrics if `names` is empty."""
     params = [("name", name) for name in names]
     bounds = {"after_step": after_step, "until_step": until_step, "points": points}
     params += [(name, str(value)) for name, value in bounds.items() if value is not None]
@@ -188,44 +191,48 @@ def metrics(
 
 
 def checkpoints(run_id: str) -> ClientCall[ListObject[CheckpointObject]]:
-    """Checkpoints of a run, newest first."""
+    """List checkpoints of a run, newest first."""
     return ClientCall("GET", f"/v1/runs/{run_id}/checkpoints", ListObject[CheckpointObject])
 
 
 def usage(run_id: str) -> ClientCall[UsageObject]:
-    """Device-seconds and cost of a run, by function."""
+    """Return a run's device-seconds and cost by function."""
     return ClientCall("GET", f"/v1/runs/{run_id}/usage", UsageObject)
 
 
 def rollouts(
     run_id: str, step: int | None = None, limit: int = 20, **filters: str | int
 ) -> ClientCall[ListObject[RolloutObject]]:
-    """Samples of a run to read: of one step, or of the newest steps. `filters`: `before_step`, `data_set`, `prompt_id`,
-    `search`, `result` and `reward`, as in docs/control.md."""
+    """List samples of a run to read, of one step or of the newest steps.
+
+    `filters`: `before_step`, `data_set`, `prompt_id`, `search`, `result` and `reward`, as in docs/control.md.
+    """
     params = [("limit", str(limit)), *([("step", str(step))] if step is not None else [])]
     params += [(name, str(value)) for name, value in filters.items()]
     return ClientCall("GET", f"/v1/runs/{run_id}/rollouts", ListObject[RolloutObject], params)
 
 
 def logs(run_id: str, lines: int = 100) -> ClientCall[str]:
-    """The last lines of a run's log."""
+    """Return the last lines of a run's log."""
     return ClientCall("GET", f"/v1/runs/{run_id}/logs", str, [("lines", str(lines))])
 
 
 def functions() -> ClientCall[ListObject[ReplicaObject]]:
-    """The replicas of all runs, now."""
+    """List the current replicas of all runs."""
     return ClientCall("GET", "/v1/functions", ListObject[ReplicaObject])
 
 
 def plan(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, Any]]:
-    """The memory, time and cost of a run, before it is started. `question`: lengths_of."""
+    """Predict memory, time and cost of a run before it starts. `question`: lengths_of."""
     body = {"spec": dict(spec)} | question
     return ClientCall("POST", "/v1/runs:plan", dict[str, Any], body=body, timeout_s=COMPUTE_S)
 
 
 def compare(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, Any]]:
-    """The time and cost of a run on other devices and in other placements. `question`: devices, quantization,
-    speculation, share_prefixes, lengths_of, deadline_s, limit."""
+    """Compare a run's time and cost on other devices and in other placements.
+
+    `question`: devices, quantization, speculation, share_prefixes, lengths_of, deadline_s, limit.
+    """
     body = {"spec": dict(spec)} | question
     return ClientCall("POST", "/v1/runs:compare", dict[str, Any], body=body, timeout_s=COMPUTE_S)
 
@@ -233,7 +240,7 @@ def compare(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, An
 def test_rewards(
     rewards: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
 ) -> ClientCall[dict[str, Any]]:
-    """The scores of given responses, by part of the reward."""
+    """Score given responses, by part of the reward."""
     body = {"rewards": list(rewards), "samples": list(samples)}
     return ClientCall("POST", "/v1/rewards:test", dict[str, Any], body=body, timeout_s=COMPUTE_S)
 
@@ -241,14 +248,16 @@ def test_rewards(
 def simulate(
     scenario: Mapping[str, Any] | None = None, run_id: str | None = None, policies: Sequence[str] = ()
 ) -> ClientCall[SimulationObject]:
-    """Queue a simulation: of a scenario (`policies`: only these labels), or of a run's own steps under other policies.
-    Ask for it with `get_simulation` until it has ended."""
+    """Queue a simulation of a scenario, or of a run's own steps under other policies.
+
+    `policies` limits a scenario to these labels. Poll `get_simulation` until it has ended.
+    """
     body = {"scenario": scenario and dict(scenario), "run": run_id, "policies": list(policies)}
     return ClientCall("POST", "/v1/simulations", SimulationObject, body=body, repeatable=False, timeout_s=COMPUTE_S)
 
 
 def get_simulation(simulation_id: str) -> ClientCall[SimulationObject]:
-    """A simulation."""
+    """Return a simulation."""
     return ClientCall("GET", f"/v1/simulations/{simulation_id}", SimulationObject)
 
 
@@ -256,12 +265,12 @@ def get_simulation(simulation_id: str) -> ClientCall[SimulationObject]:
 
 
 class Stream:
-    """Parses the lines of an event stream into events, each once and in order, over several connections."""
+    """Parses the lines of an event stream into events, each once and in order, across several connections."""
 
     def __init__(self, run_id: str, after: int) -> None:
         self.path = f"/v1/runs/{run_id}/events"
         self.after = after
-        """Id of the last parsed event."""
+        """ID of the last parsed event."""
         self.ended = False
         """Whether the run's last event was parsed."""
         self._data: list[str] = []
@@ -271,11 +280,11 @@ class Stream:
         return {"Accept": "text/event-stream", "Last-Event-ID": str(self.after)}
 
     def begin(self) -> None:
-        """Start a new connection: forget half an event of the last one."""
+        """Start a new connection, discarding a partial event of the last one."""
         self._data = []
 
     def feed(self, line: str) -> Iterator[EventObject]:
-        """Parse a line; yields the event that it ends, if it ends one."""
+        """Parse a line; yield the event that it completes, if any."""
         if line.startswith("data: "):
             self._data.append(line.removeprefix("data: "))
         elif not line and self._data:
@@ -288,5 +297,5 @@ class Stream:
 
 
 def is_ended(run: RunObject) -> bool:
-    """Whether a run has ended for good."""
+    """Return whether a run has ended permanently."""
     return run.status in ENDED

@@ -22,7 +22,7 @@ STREAM_TIMEOUT = httpx.Timeout(TIMEOUT_S, read=STREAM_S)
 
 
 class _Method(Generic[P, T]):
-    """A request as a method: it returns the answer of the blocking client, and a coroutine of the asynchronous one."""
+    """A request as a method. It returns the answer on the blocking client, and a coroutine on the asynchronous one."""
 
     def __init__(self, request: Callable[P, ClientCall[T]]) -> None:
         self._request = request
@@ -68,14 +68,19 @@ class _Requests:
 
 
 class Client(_Requests):
-    """The blocking client of one service. Every method raises ApiFault when the service refuses, and ServiceAway when
-    it does not answer. A request that may be repeated is sent again while the service is away."""
+    """The blocking client of a service.
+
+    Methods raise ApiFault if the service refuses a request, and ServiceAway if it does not answer. Repeatable requests
+    are retried while the service is away.
+    """
 
     def __init__(
         self, url: str | None = None, key: str | None = None, timeout_s: float = TIMEOUT_S, data: str | None = None
     ) -> None:
-        """`url`: by default RLHFLESS_URL, else the service of the data folder `data`, else http://127.0.0.1:8080.
-        `key`: by default RLHFLESS_API_KEY."""
+        """Connect to `url`, by default RLHFLESS_URL, else the service of folder `data`, else http://127.0.0.1:8080.
+
+        `key` defaults to RLHFLESS_API_KEY.
+        """
         self.url = calls.service_url(url, data)
         self._http = httpx.Client(base_url=self.url, headers=calls.headers(key), timeout=timeout_s)
 
@@ -104,8 +109,10 @@ class Client(_Requests):
         raise AssertionError("the last try returns or raises")
 
     def watch(self, run_id: str, after: int = 0) -> Iterator[EventObject]:
-        """Every event of a run after the one with id `after`, each once and in order, until the run has ended. A broken
-        connection is made anew, for as long as `send` would try."""
+        """Yield every event of a run after the one with ID `after`, each once and in order, until the run has ended.
+
+        Reconnects a broken connection, with the same limit of tries as `send`.
+        """
         stream, failures = Stream(run_id, after), 0
         while not stream.ended:
             stream.begin()
@@ -128,12 +135,12 @@ class Client(_Requests):
 
 
 class AsyncClient(_Requests):
-    """The asynchronous client of one service, otherwise as Client."""
+    """The asynchronous client of a service. Otherwise like Client."""
 
     def __init__(
         self, url: str | None = None, key: str | None = None, timeout_s: float = TIMEOUT_S, data: str | None = None
     ) -> None:
-        """See Client."""
+        """Connect to a service (see Client)."""
         self.url = calls.service_url(url, data)
         self._http = httpx.AsyncClient(base_url=self.url, headers=calls.headers(key), timeout=timeout_s)
 
@@ -162,7 +169,7 @@ class AsyncClient(_Requests):
         raise AssertionError("the last try returns or raises")
 
     async def watch(self, run_id: str, after: int = 0) -> AsyncIterator[EventObject]:
-        """See Client.watch."""
+        """Yield every event of a run (see Client.watch)."""
         stream, failures = Stream(run_id, after), 0
         while not stream.ended:
             stream.begin()

@@ -10,7 +10,7 @@ from rlhfless.control.objects import ErrorObject
 from rlhfless.util.errors import UserError
 
 URL, KEY = "RLHFLESS_URL", "RLHFLESS_API_KEY"
-"""Environment variables with the address of the service, and with the API key."""
+"""Environment variables with the service's address and the API key."""
 
 
 class ServiceAway(UserError):
@@ -20,17 +20,17 @@ class ServiceAway(UserError):
 
 
 class ApiFault(UserError):
-    """The service has refused a request, or failed at it."""
+    """The service refused a request or failed to serve it."""
 
     def __init__(self, status_code: int, error: ErrorObject) -> None:
         super().__init__(status_code, error)
         self.status_code = status_code
-        """The status code of HTTP."""
+        """The HTTP status code."""
         self.error = error
         """The error with code, message, param, and all problems."""
 
     def __str__(self) -> str:
-        """The message, and every problem on a line of its own."""
+        """Return the message, and each problem on its own line."""
         problems = self.error.problems
         if not problems:
             return self.error.message
@@ -43,11 +43,11 @@ class ApiFault(UserError):
 
 
 class Invalid(ApiFault):
-    """422: fields of the request are wrong."""
+    """422: some fields of the request are invalid."""
 
 
 class Unauthorized(ApiFault):
-    """401: no API key, or none that the service knows."""
+    """401: the API key is missing or unknown."""
 
     def __str__(self) -> str:
         return (
@@ -60,19 +60,18 @@ class Forbidden(ApiFault):
 
 
 class NotFound(ApiFault):
-    """404: there is no such object."""
+    """404: the object does not exist."""
 
 
 class Conflict(ApiFault):
-    """409: not possible in the present state."""
+    """409: not possible in the current state."""
 
 
 _BY_STATUS: dict[int, type[ApiFault]] = {401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 422: Invalid}
 
 
 def fault_of(response: httpx.Response) -> ApiFault:
-    """The error of an answer. An answer that is not the service's, such as a proxy's page, becomes one with its
-    status."""
+    """Build the error of an answer. A foreign answer, such as a proxy's page, becomes an error with its status."""
     try:
         body: Any = response.json()
         error = ErrorObject.model_validate(body["error"])

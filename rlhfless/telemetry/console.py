@@ -1,8 +1,8 @@
-"""Progress on the terminal: a table that redraws itself, or plain lines if there is no terminal.
+"""Progress on the terminal: a self-redrawing table, or plain lines if there is no terminal.
 
-`live` and `lines` show the same figures in different frames. Steps count from 1, so the last one has the
-number of steps; an emission without `step_s` (an evaluation) is a note, not a step. The run never waits for
-the console: a thread draws the latest figures.
+`live` and `lines` show the same figures. Steps count from 1, so the last step equals the number of steps; an emission
+without `step_s` (an evaluation) is a note, not a step. The run never waits for the console: a thread draws the latest
+figures.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rlhfless.util.text import legible, tolerant
 
 # Steps shown in the table, and averaged to estimate the remaining time.
 _RECENT_STEPS = 8
-# Four frames a second: seconds tick, and a remote terminal is not flooded.
+# Four frames per second: seconds tick without flooding a remote terminal.
 _FRAMES_PER_S = 4
 _BAR_COLUMNS = 32
 _WIDE = 90
-"""Columns of a terminal on which the table has the prompt tokens, too."""
+"""Terminal width in columns from which the table includes prompt tokens."""
 _EVAL = "eval/"
 _UNIQUE = f"{PROMPT_TOKENS_UNIQUE}/"
 
@@ -51,7 +51,7 @@ class _Wait:
 
 
 class Console:
-    """The progress of a run on the terminal; also a MetricSink.
+    """Shows the progress of a run on the terminal. Also a MetricSink.
 
     `live` falls back to `lines` unless the stream is a terminal that can redraw.
     """
@@ -84,17 +84,17 @@ class Console:
 
     @property
     def done(self) -> int:
-        """The last step that was emitted, or that the run resumed after."""
+        """The last emitted step, or the step that the run resumed after."""
         return self._recent[-1][0] if self._recent else self._resumed_after
 
     @property
     def closed_by_reader(self) -> bool:
-        """Whether nothing reads the output any more; output is dropped then."""
+        """Return whether the reader is gone, in which case output is dropped."""
         return self._stream.closed_by_reader
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show the current wait and its duration, such as for a start."""
+        """Show the current wait and its duration, such as a start."""
         began, what = self._now(), legible(what)
         if self._live is None:
             self._print(f"{what} ...")
@@ -105,12 +105,12 @@ class Console:
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """Like `waiting`, for a stage of a step: shown while it lasts, without a line of its own."""
+        """Show a stage of a step while it lasts. Like `waiting`, but without its own line."""
         with self._stage(what, self._now()):
             yield
 
     def resumed(self, step: int, attempt: int, earlier_s: float) -> None:
-        """Count the steps and the time of earlier attempts, too."""
+        """Include the steps and time of earlier attempts."""
         self._resumed_after = step
         self._began -= earlier_s
         if self._live is None:
@@ -118,7 +118,7 @@ class Console:
             self._print(f"step {step:>{len(str(self._steps))}}/{self._steps}  goes on, attempt {attempt}; {earlier}")
 
     def set_activity(self, what: str) -> None:
-        """Show the activity of a run on another machine, until the next call."""
+        """Show the activity of a run on another machine until the next call."""
         what = legible(what)
         with self._lock:
             self._waiting = [_Wait(what, self._now(), Spinner("dots"))] if what else []
@@ -141,14 +141,14 @@ class Console:
             self._print(self._step_line(step, values) if is_step else self._evaluation_line(step, values))
 
     def show(self, content: RenderableType) -> None:
-        """Print content permanently, above the table."""
+        """Print content permanently above the table."""
         if isinstance(content, str):
             self._terminal.print(Text(legible(content)), soft_wrap=True)
         else:
             self._terminal.print(content)
 
     def close(self) -> None:
-        """Stop redrawing; the last frame stays."""
+        """Stop redrawing, leaving the last frame."""
         if self._live is not None:
             self._live.stop()
 
@@ -252,7 +252,7 @@ class Console:
 
 
 def _draws_nothing(values: Mapping[str, float]) -> bool:
-    """Return whether a step has learned from written responses."""
+    """Return whether a step learned from written responses."""
     return "loss" in values and "reward_mean" not in values
 
 
@@ -269,7 +269,7 @@ def _decimal_of(metric: str, values: Mapping[str, float]) -> str:
 
 
 def _prompts(values: Mapping[str, float]) -> str:
-    """Return computed prompt tokens of each function as a ratio to the unique ones: `1.1/1.0/1.0`."""
+    """Return each function's computed prompt tokens as a ratio to the unique ones: `1.1/1.0/1.0`."""
     unique = {name.removeprefix(_UNIQUE): values[name] for name in values if name.startswith(_UNIQUE) and values[name]}
     shares = (values[f"{PROMPT_TOKENS_COMPUTED}/{function}"] / unique[function] for function in in_order(unique))
     return "/".join(f"{share:.1f}" for share in shares)

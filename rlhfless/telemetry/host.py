@@ -8,11 +8,11 @@ import psutil
 
 IDLE = ("idle", "iowait")
 IN_OTHERS = ("guest", "guest_nice")
-"""Counted in `user` and `nice` as well."""
+"""Already included in `user` and `nice`."""
 
 
 class BusyCores:
-    """Counts the busy CPU cores of this machine since this object was made."""
+    """Measures the mean number of busy CPU cores of this machine since construction."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""A stream whose reader may leave (`| head`, a closed terminal) without an end of the program that writes to it."""
+"""A stream that survives the loss of its reader (`| head`, a closed terminal)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class LastingStream:
-    """Writes to a stream until that fails, and then to nothing; logs the failure once."""
+    """Writes to a stream until a write fails, then discards output. Logs the failure once."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -35,7 +35,7 @@ class LastingStream:
     def _leave(self, error: Exception) -> None:
         self.closed_by_reader = True
         log.info("the output is closed (%s); from here on progress is only logged", error)
-        with suppress(OSError, ValueError):  # what is buffered is flushed again at the end of the interpreter
+        with suppress(OSError, ValueError):  # the interpreter flushes buffered output again at exit
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

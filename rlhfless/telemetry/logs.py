@@ -1,7 +1,6 @@
-"""Logging of a run's driver: everything to run.log, warnings to the terminal, the run's id on every line.
+"""Logging of a run's driver: everything to run.log, warnings to the terminal, the run ID on every line.
 
-Modules log with `logging.getLogger(__name__)`. Our own loggers write messages from INFO on, loggers of libraries from
-WARNING on.
+Modules log with `logging.getLogger(__name__)`. Our loggers write messages from INFO, library loggers from WARNING.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _TERMINAL_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
 class RunLog:
-    """Handlers on the root logger, from now until `close`.
+    """Handlers on the root logger, active until `close`.
 
-    Opens `folder`/run.log for appending; a resumed run goes on in the same file.
+    Opens `folder`/run.log for appending; a resumed run continues in the same file.
     """
 
     def __init__(self, folder: Path, run_id: str, level: int = logging.INFO) -> None:
@@ -51,12 +50,12 @@ class RunLog:
         self._ours.setLevel(self._level_before)
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
-            with suppress(OSError):  # the disk is full; the run itself reports that
+            with suppress(OSError):  # the disk is full; the run reports that itself
                 handler.close()
 
 
 class _Legible(logging.Formatter):
-    """Escapes messages, and hides secrets: they may quote any text of rewards, libraries and replicas."""
+    """Escapes messages and redacts secrets, because messages may quote any text of rewards, libraries and replicas."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted_text(legible(super().format(record)))
@@ -73,7 +72,7 @@ class _RunId(logging.Filter):
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the current sys.stderr: a live display replaces it while it draws."""
+    """Writes to the current sys.stderr, which a live display replaces while it draws."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -1,9 +1,8 @@
-"""Every metric of a run, declared once: name, unit, help, kind. All sinks read this one table.
+"""Every metric of a run, declared once with name, unit, help and kind. All sinks read this table.
 
-A name that is not declared is refused where it is emitted, so a misspelled metric is an error and not a
-second curve. Names end in their unit where they have one (`_s`, `_usd`, `_tokens_per_s`). Names with a
-slash belong to a family: one metric with a label, such as `reward/<part>`. Values are normalised by the code that
-emits them: a sink never averages.
+Emitting an undeclared name raises an error, so a misspelled metric does not become a second curve. Names end with their
+unit if they have one (`_s`, `_usd`, `_tokens_per_s`). A name with a slash belongs to a family: one metric with a label,
+such as `reward/<part>`. Emitters normalise values; a sink never averages.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from rlhfless.spec.explain import closest
 
 
 class Unit(StrEnum):
-    """Units, by the names that Prometheus uses for them."""
+    """Units, named as in Prometheus."""
 
     NONE = ""
     SECONDS = "seconds"
@@ -31,23 +30,23 @@ class Unit(StrEnum):
 
 
 class Kind(StrEnum):
-    """How values of a metric relate over time."""
+    """Relation of a metric's values over time."""
 
     GAUGE = "gauge"
-    """Each value stands for itself."""
+    """Each value stands alone."""
     COUNTER = "counter"
-    """The total so far; it never falls."""
+    """A running total that never falls."""
     HISTOGRAM = "histogram"
-    """Many values per step; their distribution is of interest."""
+    """Many values per step, reported as a distribution."""
 
 
-# The unit suffix of a name, and its replacement for Prometheus.
+# Unit suffix of a metric name, by unit. Prometheus names use the unit's own name instead.
 _ENDINGS = {Unit.SECONDS: "_s", Unit.TOKENS_PER_SECOND: "_tokens_per_s"}
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A declaration. Of a family, `name` is the part before the slash and `label` names the part after it."""
+    """A metric's declaration. For a family, `name` is the part before the slash and `label` names the part after it."""
 
     name: str
     unit: Unit
@@ -57,14 +56,14 @@ class Metric:
 
     @property
     def prometheus_name(self) -> str:
-        """`rlhfless_<name>_<unit>`, without naming the unit twice."""
+        """`rlhfless_<name>_<unit>`, without repeating the unit."""
         base = self.name.removesuffix(_ENDINGS.get(self.unit, ""))
         named = not self.unit or self.unit in base.split("_")
         return f"rlhfless_{base}" if named else f"rlhfless_{base}_{self.unit}"
 
 
 class UndeclaredMetric(ValueError):
-    """A value was emitted under a name that is not in METRICS. The message names the nearest declared metric."""
+    """A value was emitted under a name missing from METRICS. The message suggests the nearest declared metric."""
 
     def __init__(self, name: str) -> None:
         near = closest(name, METRICS)
@@ -196,7 +195,7 @@ METRICS = _table(
 
 
 def resolve(name: str) -> tuple[Metric, str | None]:
-    """The declaration behind a name, and the label's value if it belongs to a family.
+    """Return a name's declaration, and the label's value if it belongs to a family.
 
     Raises UndeclaredMetric.
     """

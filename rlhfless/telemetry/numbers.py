@@ -1,4 +1,4 @@
-"""Numbers, formatted for people. A value that was not measured (None) is a dash."""
+"""Numbers formatted for people. An unmeasured value (None) is a dash."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ _DASH = "-"
 
 
 def count(value: float | None) -> str:
-    """`1,234`."""
+    """Format a count: `1,234`."""
     return _DASH if value is None else f"{value:,.0f}"
 
 
 def decimal(value: float | None, digits: int = 3) -> str:
-    """A decimal: `0.412`. What rounds to zero has no sign."""
+    """Format a decimal: `0.412`. Values that round to zero have no sign."""
     return _DASH if value is None else f"{value:z,.{digits}f}"
 
 
 def parameter_count(parameters: float) -> str:
-    """A number of parameters: `0.5 M`, `33.4 M`, `0.494 B`."""
+    """Format a number of parameters: `0.5 M`, `33.4 M`, `0.494 B`."""
     unit, name = (1e9, "B") if parameters >= 1e8 else (1e6, "M")
     return f"{parameters / unit:.3g} {name}"
 
 
 def money(usd: float | None) -> str:
-    """US dollars to the cent from one dollar on, and to four digits below that: small runs cost little."""
+    """Format US dollars, to the cent from $1 up and to four digits below: small runs cost little."""
     if usd is None:
         return _DASH
     return f"${usd:,.2f}" if usd >= 1 else f"${usd:.4f}"
 
 
 def clock(seconds: float) -> str:
-    """A duration: `31 s`, `4:31`, `1:12:05`."""
+    """Format a duration: `31 s`, `4:31`, `1:12:05`."""
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)

@@ -1,4 +1,4 @@
-"""The sinks that a spec asks for."""
+"""Opens the metric sinks of a spec."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rlhfless.telemetry.sinks import JsonlSink, MetricSink, MetricSinks
 
 
 def open_sinks(logging: LoggingSpec, folder: Path, run_id: str, *others: MetricSink) -> MetricSinks:
-    """The sinks that the spec asks for, below the run's output folder, and any others.
+    """Open the spec's sinks below the run's output folder, and combine them with `others`.
 
     Raises PortInUse if `logging.metrics_port` is taken.
     """
     sinks: list[MetricSink] = list(others)
-    # Imported here, because most runs need neither, and each takes a quarter of a second to import. The
-    # exporter comes first, because only it can fail.
+    # Imported here because most runs need neither, and each takes a quarter of a second to import. The
+    # exporter comes first because only it can fail.
     if logging.metrics_port is not None:
         from rlhfless.telemetry.prometheus import PrometheusSink
 

@@ -1,4 +1,4 @@
-"""The progress display of a run."""
+"""The interface of a run's progress display."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 FOR_DEVICES = "waiting for devices"
-"""First words of a wait for granted devices; a service that knows why the devices do not come adds the reason."""
+"""Prefix of a wait for granted devices. A service that knows the reason for the wait appends it."""
 
 
 class RunProgress(Protocol):
-    """The progress display of a run: a terminal or a service."""
+    """The progress display of a run, on a terminal or in a service."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Shows what is being waited for as long as the block lasts; for long waits, such as a start."""
+        """Show the awaited event within the block. For long waits, such as a start."""
 
     def stage(self, what: str) -> AbstractContextManager[None]:
-        """Like `waiting`, for a stage of a step."""
+        """Show a stage of a step within the block."""
 
     def resumed(self, step: int, attempt: int, earlier_s: float) -> None:
-        """Tells, before anything is started, that the run goes on after a step; earlier attempts took `earlier_s`."""
+        """Announce, before anything starts, that the run resumes after `step`; earlier attempts took `earlier_s`."""
 
     def show(self, content: str) -> None:
-        """Shows a line."""
+        """Show a line."""

@@ -1,7 +1,7 @@
-"""A Prometheus exporter on the loopback interface, with a registry of its own.
+"""A Prometheus exporter on the loopback interface, with its own registry.
 
-Only metrics that were emitted are exposed: a gauge that was never set would read 0. Loopback only, because
-metrics name the run; use a proxy to read them from other machines.
+Only emitted metrics are exposed, because an unset gauge would read 0. It listens on loopback only, because metrics name
+the run; use a proxy to read them from other machines.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rlhfless.util.errors import UserError
 
 HOST = "127.0.0.1"
 
-# Response lengths: powers of two up to the longest context in common use.
+# Buckets of response lengths: powers of two up to the longest context in common use.
 _BUCKETS = tuple(float(2**power) for power in range(4, 18))
-# Longest wait for the server's thread to end when the sink is closed.
+# Longest wait for the server thread to end when the sink closes.
 _STOP_S = 5.0
 
 
 class PortInUse(UserError):
-    """The exporter's port belongs to another process. Names the port and the hint."""
+    """Another process uses the exporter's port. The message names the port and a hint."""
 
 
 class PrometheusSink:
@@ -71,7 +71,7 @@ class PrometheusSink:
         self._thread.join(_STOP_S)
 
     def _collector(self, metric: Metric) -> Counter | Gauge | Histogram:
-        """Prometheus's counterpart of a metric, made when the metric is first emitted."""
+        """Return a metric's Prometheus collector, created on its first emission."""
         if metric.name not in self._collectors:
             name, text, registry = metric.prometheus_name, metric.help, self._registry
             match metric.kind:

@@ -1,4 +1,4 @@
-"""The destinations of metrics. A sink gets one emission per training step; `MetricSinks` checks it for all sinks."""
+"""Destinations of metrics. A sink gets one emission per training step; `MetricSinks` validates it for all sinks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NO_SAMPLES: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 class MetricSink(Protocol):
     def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
-        """Takes the values of one step, and for histograms all samples of it."""
+        """Take the values of one step, and all of its samples for histograms."""
 
     def close(self) -> None:
-        """Writes the remaining values and frees all resources. No emission may follow."""
+        """Write the remaining values and free all resources. Do not emit afterwards."""
 
 
 class MetricSinks:
-    """Several sinks as one. Raises UndeclaredMetric, before any sink sees the values."""
+    """Combines several sinks. Raises UndeclaredMetric before any sink sees the values."""
 
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
         self._sinks = tuple(sinks)
@@ -41,26 +41,26 @@ class MetricSinks:
             sink.emit(step, values, samples)
 
     def close(self) -> None:
-        """Closes all of them, even if closing one fails."""
+        """Close all sinks, even if closing one fails."""
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
 
 
 class JsonlSink:
-    """One JSON object per emission: `step`, `time_s` (unix), the values, and the samples as lists.
+    """Writes a JSON object per emission: `step`, `time_s` (unix), the values, and the samples as lists.
 
-    Appends, so that a resumed run goes on in the same file; a step that is done again is not written again. NaN and
-    infinity are `null`, because JSON cannot write them.
+    Appends, so a resumed run continues in the same file; a repeated step is not written twice. NaN and infinity become
+    `null`, because JSON cannot represent them.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_text("utf-8", "replace") if path.exists() else ""
         self._written = _emissions_in(before)
-        # Line buffering: a run that dies leaves whole lines.
+        # Line buffering, so that a run that dies leaves whole lines.
         self._file = path.open("a", encoding="utf-8", buffering=1)
-        if before and not before.endswith("\n"):  # a full disk has cut the last line off
+        if before and not before.endswith("\n"):  # a full disk truncated the last line
             self._file.write("\n")
 
     def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
@@ -77,12 +77,12 @@ class JsonlSink:
 
 
 def emission(step: int, names: Container[str]) -> tuple[int, bool]:
-    """Identifies an emission: the metrics of a step, or the evaluation after it."""
+    """Return an emission's identity: a step's metrics, or the evaluation after it."""
     return step, "step_s" in names
 
 
 def _emissions_in(lines: str) -> set[tuple[int, bool]]:
-    """The emissions in the lines of earlier attempts of a run. A line that was cut off does not count."""
+    """Return the emissions of a run's earlier attempts. Truncated lines do not count."""
     emissions = set()
     for text in lines.splitlines():
         with suppress(ValueError):
@@ -92,5 +92,5 @@ def _emissions_in(lines: str) -> set[tuple[int, bool]]:
 
 
 def finite(value: float) -> float | None:
-    """Return the value, or None for NaN and infinity, which JSON cannot have."""
+    """Return the value, or None for NaN and infinity, which JSON cannot represent."""
     return float(value) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written with TensorBoard's own writer: torch's would import all of torch."""
+"""TensorBoard event files, written with TensorBoard's own writer because torch's would import all of torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rlhfless.telemetry.sinks import NO_SAMPLES, emission
 
-# TensorBoard always draws 30 buckets; more would only make the file larger.
+# TensorBoard always draws 30 buckets; more would only enlarge the file.
 _BUCKETS = 30
 
 
 class TensorBoardSink:
-    """Scalars and histograms under the names of the metrics. A step that is done again is not written again."""
+    """Writes scalars and histograms under the metrics' names. A repeated step is not written twice."""
 
     def __init__(self, folder: Path) -> None:
         self._written = _emissions_in(folder)
@@ -38,7 +38,7 @@ class TensorBoardSink:
 
 
 def _emissions_in(folder: Path) -> set[tuple[int, bool]]:
-    """The emissions that earlier attempts of a run have written."""
+    """Return the emissions that earlier attempts of the run wrote."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     events = (event for path in folder.glob("events.out.tfevents.*") for event in EventFileLoader(str(path)).Load())

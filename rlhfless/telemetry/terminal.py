@@ -1,4 +1,4 @@
-"""Output for people: lines stay whole in pipes and files, and a path stays whole everywhere."""
+"""Output for people: lines stay whole in pipes and files, and paths stay whole everywhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.text import Text
 from rlhfless.util.text import legible
 
 UNBROKEN_COLUMNS = 10_000
-"""Width of a stream that is no terminal: rich assumes 80 columns there, and would break or cut lines."""
+"""Width of a stream that is not a terminal. rich assumes 80 columns there, and would break or crop lines."""
 
 
 class Terminal(Console):
-    """A rich console without a width where there is no terminal. It never crops: what is too wide runs on."""
+    """A rich console that never crops: long lines overflow. Its width is unlimited unless it is a terminal."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, **options})
@@ -24,17 +24,17 @@ class Terminal(Console):
             self.width = UNBROKEN_COLUMNS
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does, without cropping."""
+        """Print like rich, without cropping."""
         super().print(*objects, **{"crop": False, **options})
 
 
 _QUOTED_PATH = re.compile(r"'[^'\n]*/[^'\n]*'")
 _NO_BREAK = "\xa0"
-"""No white space of textwrap's: stands for the spaces of a path while lines are made."""
+"""Not white space to textwrap: stands for the spaces of a path while text is wrapped."""
 
 
 class Prose:
-    """Text that wraps between words at the width of a terminal. A word, and a path in quotes, is never broken."""
+    """Text that wraps between words at the terminal's width. A word or a quoted path is never broken."""
 
     def __init__(self, text: str, style: str = "") -> None:
         kept = _QUOTED_PATH.sub(lambda path: path[0].replace(" ", _NO_BREAK), legible(text))
@@ -47,5 +47,5 @@ class Prose:
 
 
 def whole(text: str, style: str = "") -> Group:
-    """Text that is printed as it is, whatever the width. A group, because rich joins texts, and forgets how to wrap."""
+    """Return text to print unchanged at any width. A group, because rich joins texts and then loses `no_wrap`."""
     return Group(Text(text, style, no_wrap=True, overflow="ignore"))
