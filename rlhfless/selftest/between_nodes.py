@@ -1,4 +1,4 @@
-"""A check of the network between the nodes of a cluster: the interfaces that gloo and NCCL take, and a broadcast."""
+"""A check of the network between a cluster's nodes: the interfaces of gloo and NCCL, and a broadcast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhfless.functions.on_node import node_address
 from rlhfless.selftest.check import CheckOutcome, Measured, NotHere, Wrong, outcome_of
 
 OnNodes = Callable[..., Mapping[str, Any]]
-"""Runs a function with arguments on every node at the same time; returns the results by address."""
+"""Runs a function with arguments on every node at once; returns the results by address."""
 
 MEET_S = 60.0
 """Longest wait for the other nodes, and for a broadcast."""
@@ -31,7 +31,6 @@ REMEDY = (
 
 
 def between_nodes(on_nodes: OnNodes) -> CheckOutcome:
-    """Run the check."""
     measures = "A broadcast from the first node to all, by gloo and on GPUs by NCCL, and the interfaces that they take."
     return outcome_of("between nodes", REMEDY, measures, lambda: _broadcast(on_nodes))
 
@@ -51,17 +50,17 @@ def _broadcast(on_nodes: OnNodes) -> Measured:
 
 
 def is_there() -> bool:
-    """Answer from a node."""
+    """Return True, as a sign that the node answers."""
     return True
 
 
 def port_on(address: str) -> int | None:
-    """Return a free port at `address` on the node of that address; None on other nodes."""
+    """Return a free port at `address` on the node with that address; None on other nodes."""
     return free_port(address) if node_address() == address else None
 
 
 def join(meeting: str, addresses: tuple[str, ...]) -> dict[str, Any]:
-    """Take this node's part in a broadcast among `addresses`. Returns what `take_part` measures, or `fault`."""
+    """Join a broadcast among `addresses` from this node. Returns the result of `take_part`, or `fault`."""
     own = node_address()
     if own not in addresses:
         return {"fault": f"Ray says that its address is {own}, and the nodes are {', '.join(addresses)}"}
@@ -71,15 +70,17 @@ def join(meeting: str, addresses: tuple[str, ...]) -> dict[str, Any]:
 
 
 def take_part(meeting: str, address: str, rank: int, ranks: int) -> dict[str, Any]:
-    """Run rank `rank` of the broadcast in a new process, whose environment sets the interfaces and which may hang.
-    Returns interfaces, and GB/s by backend; `fault` if it fails."""
+    """Run one rank of the broadcast in a new process, because it sets the environment and may hang.
+
+    Returns interfaces and GB/s by backend, or `fault` if it fails.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, meeting, address, rank, ranks), daemon=True)
     process.start()
     theirs.close()
     try:
-        if not ours.poll(3 * MEET_S):  # the start of Python, the meeting, the broadcasts
+        if not ours.poll(3 * MEET_S):  # the start of Python, the rendezvous, the broadcasts
             return {"fault": f"it did not end within {3 * MEET_S:.0f} s"}
         found: dict[str, Any] = ours.recv()
         return found

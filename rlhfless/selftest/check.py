@@ -1,5 +1,4 @@
-"""A check and its outcome, and a run of checks in order: a check that needs the result of another is skipped without
-it."""
+"""Checks and their outcomes. A check that needs another's result is skipped if that check fails."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ from rlhfless.selftest.subject import Subject
 State = Literal["ok", "failed", "not applicable"]
 
 Measured = Mapping[str, Any]
-"""Figures by name; a name ends with its unit. Plain values, which JSON can hold."""
+"""Figures by name; a name ends with its unit. Values are plain, so that JSON can hold them."""
 
 
 class NotHere(Exception):
-    """The check does not apply to this machine; the message says why."""
+    """The check does not apply to this machine. The message gives the reason."""
 
 
 class Wrong(Exception):
-    """The check has found a fault: the message names it, and `measured` has the figures."""
+    """The check found a fault. The message names it, and `measured` holds the figures."""
 
     def __init__(self, why: str, **measured: Any) -> None:
         super().__init__(why)
@@ -31,25 +30,25 @@ class Wrong(Exception):
 
 
 Run = Callable[[Subject], Measured]
-"""Raises NotHere, Wrong, or any other error, which is a failure, too."""
+"""Raises NotHere or Wrong. Any other error is a failure as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check of one property of the machine. The docstring of `run` says what it measures."""
+    """A check of one property of the machine. The docstring of `run` is shown as its description."""
 
     name: str
     remedy: str
-    """What to do if it fails."""
+    """Advice for a failed check."""
     run: Run
     needs: tuple[str, ...] = ()
-    """Checks that must have been ok."""
+    """Checks that must have succeeded."""
     gpus: int = 0
-    """The fewest GPUs of a node to which it applies."""
+    """Fewest GPUs of a node for the check to apply."""
 
 
 def check(name: str, remedy: str, *, needs: tuple[str, ...] = (), gpus: int = 0) -> Callable[[Run], Check]:
-    """Make a function a check."""
+    """Turn a function into a check."""
     return lambda run: Check(name, remedy, run, needs, gpus)
 
 
@@ -63,9 +62,9 @@ class CheckOutcome:
     seconds: float
     measured: Measured = field(default_factory=dict)
     why: str = ""
-    """Why it failed, or does not apply."""
+    """Reason for a failure, or for not applying."""
     remedy: str = ""
-    """What to do about a check that has failed."""
+    """Advice for a failed check."""
 
 
 def outcomes(subject: Subject, checks: Sequence[Check]) -> Iterator[CheckOutcome]:

@@ -1,4 +1,4 @@
-"""Checks of an engine on this node's devices, beside the learner whose weights it loads."""
+"""Checks of an engine on this node's devices, next to the learner whose weights it loads."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from rlhfless.weights.check import (
 T = TypeVar("T")
 
 BATCHES = (1, 32, 128)
-"""Sequences that are drawn at once, to see how the time of an iteration grows: the knots of the fitted engine."""
+"""Batch sizes that show how the time of an iteration grows: the knots of the fitted engine."""
 
 DRAWN_TOKENS = 64
 
 MOVED, MOVED_AFTER = 8, 9
-"""Samples that are moved, and the tokens after which each is."""
+"""Number of migrated samples, and the token after which each is migrated."""
 
 KV_SHARE = 0.9
-"""Fewest tokens of the KV cache, as a share of the plan's."""
+"""Smallest accepted KV cache, as a share of the planned tokens."""
 
 
 def settings_of(subject: Subject, tensor_parallel: int = 0) -> EngineSettings:
-    """Return the settings of the engine under test, with another `tensor_parallel` than the run's if it is not 0."""
+    """Return the settings of the engine under test. A nonzero `tensor_parallel` replaces the run's."""
     spec = subject.spec
     engine = spec.generation.engine
     if tensor_parallel:
@@ -57,12 +57,12 @@ def settings_of(subject: Subject, tensor_parallel: int = 0) -> EngineSettings:
         subject.asked.sequence_tokens,
         shared_kv_bytes(spec, subject.asked.shape, subject.kind),
     )
-    # Sleep is checked whether or not the run takes turns, and on GPUs vLLM must know it at the start.
+    # Sleep is checked even if the run does not take turns, and on GPUs vLLM must know it at startup.
     return replace(settings, engine=engine, sleeps=True)
 
 
 class Engines:
-    """The one running engine, and its event loop."""
+    """The running engine and its event loop."""
 
     def __init__(self, subject: Subject, tensor_parallel: int = 0) -> None:
         self._settings = settings_of(subject, tensor_parallel)
@@ -76,8 +76,10 @@ class Engines:
 
     @property
     def kv_bytes(self) -> int:
-        """Planned bytes of the KV cache on all devices of the engine; 0 if it is not planned or is on a CPU, whose
-        pages take memory only where they were touched."""
+        """Planned bytes of the KV cache on all devices of the engine.
+
+        0 if unplanned or on a CPU, where pages take memory only once touched.
+        """
         settings = self._settings
         if settings.device == "cpu":
             return 0
@@ -87,12 +89,12 @@ class Engines:
         return self._runner.run(work)
 
     def load(self, published: PublishedWeights) -> tuple[Any, tuple[float, ...]]:
-        """The report of the load, and the probe's logprobs after it."""
+        """Load weights. Return the load report and the probe's logprobs afterwards."""
         report = self.run(self.engine.load(published))
         return report, self.run(self.engine.logprobs(published.probe.token_ids))
 
     def sample(self, *requests: SampleRequest) -> list[Sampled]:
-        """The responses of all requests, generated at the same time."""
+        """Generate the responses of all requests concurrently."""
 
         async def sampled() -> list[Sampled]:
             return await asyncio.gather(*map(self.engine.sample, requests))
@@ -100,7 +102,7 @@ class Engines:
         return self.run(sampled())
 
     def draw(self, *requests: SampleRequest) -> list[tuple[int, ...]]:
-        """The tokens of each response."""
+        """Generate concurrently; return the tokens of each response."""
         return [sampled.token_ids for sampled in self.sample(*requests)]
 
     def close(self) -> None:
@@ -109,7 +111,7 @@ class Engines:
 
 
 def _devices_of(subject: Subject, count: int) -> tuple[str, ...]:
-    """The engine's devices: the node's first, which the learner uses too, if they share devices; otherwise its last."""
+    """Return the engine's devices: the node's first, shared with the learner, if colocated; otherwise its last."""
     colocated = subject.spec.placement.mode == "colocated"
     if not subject.gpus:
         return tuple(map(str, sorted(os.sched_getaffinity(0))))[:count]
@@ -119,7 +121,7 @@ def _devices_of(subject: Subject, count: int) -> tuple[str, ...]:
 
 @contextmanager
 def _bound(devices: tuple[str, ...], *, on_gpus: bool) -> Iterator[None]:
-    """Within the block processes that this thread starts see these devices alone."""
+    """Restrict processes started by this thread within the block to these devices."""
     name, cores = "CUDA_VISIBLE_DEVICES", os.sched_getaffinity(0)
     before = os.environ.get(name)
     os.environ[name] = ",".join(devices) if on_gpus else ""
@@ -135,13 +137,13 @@ def _bound(devices: tuple[str, ...], *, on_gpus: bool) -> Iterator[None]:
 
 
 def running(subject: Subject) -> Engines:
-    """The engine that the check `engine` has started."""
+    """Return the engine started by the check `engine`."""
     assert isinstance(subject.engines, Engines)
     return subject.engines
 
 
 def publish(subject: Subject, step: int) -> tuple[PublishedWeights, float]:
-    """Publish the learner's weights as the version of `step`; returns it and the seconds."""
+    """Publish the learner's weights as the version of `step`; return it and the seconds."""
     work = up(subject).do(rank_work.publish, str(subject.store.folder), step, subject.probe)
     return next((weights, seconds) for weights, seconds in work if weights is not None)
 
@@ -152,8 +154,8 @@ def publish(subject: Subject, step: int) -> tuple[PublishedWeights, float]:
     needs=("learner",),
 )
 def start(subject: Subject) -> Measured:
-    """An engine beside the learner, which is up: seconds of each phase, its KV cache against the plan's, and the model
-    runner, attention and sampler that vLLM chose."""
+    """Start an engine next to the running learner. Measures the seconds of each phase, the KV cache against the plan,
+    and the model runner, attention and sampler that vLLM chose."""
     engines = subject.engines = Engines(subject)
     engine, planned = engines.engine, subject.asked.plan().kv_tokens or 0
     seconds = {f"{name}_s": value for name, value in engine.start_seconds.items()}
@@ -182,7 +184,7 @@ def _tolerance(subject: Subject) -> float:
     needs=("engine",),
 )
 def probe(subject: Subject) -> Measured:
-    """A load of the learner's weights: its rate, and how much of the probe's tolerance rounding takes."""
+    """Load the learner's weights. Measures the rate, and the share of the probe's tolerance that rounding takes."""
     weights, publish_s = publish(subject, 1)
     subject.results |= {"published": weights, "publish_s": publish_s}
     began_s = time.perf_counter()
@@ -193,13 +195,12 @@ def probe(subject: Subject) -> Measured:
 
 
 def loaded(subject: Subject, engines: Engines) -> dict[str, Any]:
-    """Load the published weights, and compare the probe."""
+    """Load the published weights and compare the probe."""
     return compared(subject, *engines.load(subject.results["published"]))
 
 
 def compared(subject: Subject, report: LoadReport, logprobs: tuple[float, ...]) -> dict[str, Any]:
-    """The probe's logprobs after a load of the published weights, against the learner's. Raises Wrong if they are
-    apart."""
+    """Compare the probe's logprobs after a load with the learner's. Raises Wrong if they differ too much."""
     weights = subject.results["published"]
     allowed = allowed_difference(weights.probe, _tolerance(subject))
     measured = {
@@ -221,9 +222,9 @@ def _request(subject: Subject, number: int, most: int = DRAWN_TOKENS, prompt: in
 
 @check("speed", "see the trace", needs=("probe",))
 def speed(subject: Subject) -> Measured:
-    """Tokens per second of several batches, and of a prefill: the seconds of an iteration follow."""
+    """Generate several batches and run a prefill. Measures tokens per second, hence the seconds of an iteration."""
     engines, spec = running(subject), subject.spec.generation.engine
-    engines.draw(_request(subject, 0))  # whatever is compiled at the first request is not counted
+    engines.draw(_request(subject, 0))  # excludes compilation at the first request
     points: list[tuple[float, float]] = []
     for number in sorted({min(batch, spec.sequence_limit) for batch in BATCHES}):
         began_s = time.perf_counter()
@@ -250,7 +251,7 @@ def speed(subject: Subject) -> Measured:
     needs=("probe",),
 )
 def moved(subject: Subject) -> Measured:
-    """Samples that go on after some tokens, as on another actor, against the same drawn in one go."""
+    """Resume samples after some tokens, as on another actor, and compare them with uninterrupted generation."""
     engines = running(subject)
     whole = [_request(subject, number, most=4 * MOVED_AFTER) for number in range(MOVED)]
     expected = engines.draw(*whole)
@@ -280,13 +281,13 @@ def moved(subject: Subject) -> Measured:
     "restart", "look for processes that hold the device (`nvidia-smi`), and report it with this file", needs=("probe",)
 )
 def restart(subject: Subject) -> Measured:
-    """The engine is killed while the learner trains; a new one starts beside it and loads."""
+    """Kill the engine while the learner trains, then start a new engine and load the weights."""
     engines = running(subject)
     up(subject).ask(rank_work.learn, rank_work.batch(subject))
     began_s = time.monotonic()
     engines.engine.kill()
     with contextlib.suppress(Exception):
-        engines.run(engines.engine.stop())  # its processes are gone after this
+        engines.run(engines.engine.stop())  # its processes have ended after this
     gone_s = time.monotonic() - began_s
     engines.start()
     seconds = time.monotonic() - began_s
@@ -299,7 +300,7 @@ def restart(subject: Subject) -> Measured:
 
 @check("learner after engine", "lower generation.engine.gpu_memory_fraction", needs=("restart",))
 def other_order(subject: Subject) -> Measured:
-    """A learner that starts beside an engine that is up; in a run the learner starts first."""
+    """Start a learner next to a running engine; in a run the learner starts first."""
     engines = running(subject)
     count = len(up(subject).about)
     up(subject).close()
@@ -317,7 +318,7 @@ def other_order(subject: Subject) -> Measured:
     gpus=2,
 )
 def two_devices(subject: Subject) -> Measured:
-    """An engine over two GPUs, in place of the one that is up."""
+    """Replace the running engine with an engine over two GPUs."""
     running(subject).close()
     subject.engines = None
     both = Engines(subject, tensor_parallel=2)

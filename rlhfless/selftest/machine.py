@@ -1,4 +1,4 @@
-"""Checks of a node by itself: driver, imports, compiler, folders, memory, and how fast weights move on it."""
+"""Checks of a single node: driver, imports, compiler, folders, memory, and the speed of moving weights."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ CACHES = {
     "TRITON_CACHE_DIR": "~/.triton/cache",
     "HF_HOME": "~/.cache/huggingface",
 }
-"""Folders that a start writes to, by the variable that moves each."""
+"""Folders written at startup, by the environment variable that relocates each."""
 
 CACHE_GIB = 2.0
-"""The size of compiled kernels and graphs; vLLM's are some hundred MB for each model and shape."""
+"""Size of compiled kernels and graphs; vLLM takes some hundred MB per model and shape."""
 
 
 @check(
@@ -53,9 +53,9 @@ CACHE_GIB = 2.0
     gpus=1,
 )
 def driver(_: Subject) -> Measured:
-    """`torch.cuda.is_available()` in this process; later checks cover ranks and the engine's core."""
+    """Run `torch.cuda.is_available()` in this process; later checks cover ranks and the engine's core."""
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,name,memory.total", "--format=csv,noheader"]
-    # Images without NVIDIA's tools compute all the same.
+    # Images without NVIDIA's tools can still compute.
     output = ""
     if shutil.which(query[0]):
         output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
@@ -68,7 +68,7 @@ def driver(_: Subject) -> Measured:
 
 @check("imports", "install requirements/gpu.txt (GPUs) or requirements/cpu.txt into an empty environment")
 def imports(subject: Subject) -> Measured:
-    """Imports of all libraries, in a process of their own, because vLLM and numba do not start in one process."""
+    """Import all libraries in a separate process, because vLLM and numba do not start in one process."""
     names = (*IMPORTS, *(GPU_IMPORTS if subject.gpus else ()))
     code = "import importlib, sys\nfor name in sys.argv[1:]: print(name, flush=True); importlib.import_module(name)"
     done = subprocess.run(
@@ -85,8 +85,8 @@ def imports(subject: Subject) -> Measured:
     "install gcc and Python's headers (`apt-get install build-essential python3-dev`), or name a compiler in CC",
 )
 def compiler(subject: Subject) -> Measured:
-    """vLLM on CPUs, Triton and torch.compile call a C compiler in the first start; Triton, which is for GPUs, compiles
-    an extension of Python with it."""
+    """Compile C code. vLLM on CPUs, Triton and torch.compile call a C compiler on first start; Triton (on GPUs) builds
+    a Python extension with it."""
     path = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if path is None:
         raise Wrong("no C compiler is on the path")
@@ -104,7 +104,7 @@ def compiler(subject: Subject) -> Measured:
 
 @check("caches", "make the folder writable, or move it with the variable that is named")
 def caches(_: Subject) -> Measured:
-    """Whether a file can be made in each cache folder, and how much room it has."""
+    """Write a file in each cache folder and measure its free space."""
     folders = {name: Path(os.environ.get(name) or Path(usual).expanduser()) for name, usual in CACHES.items()}
     for name, folder in folders.items():
         try:
@@ -121,7 +121,7 @@ def caches(_: Subject) -> Measured:
 
 @check("room", "free the memory that is named, or set weights.folder to a folder with more room")
 def room(subject: Subject) -> Measured:
-    """Free shared memory and memory of the host, against the versions and processes that are planned."""
+    """Compare free shared memory and host memory with the plan's versions and processes."""
     spec, asked = subject.spec, subject.asked
     free_bytes = room_at(str(store_base(spec)))
     size = version_bytes(asked.shape, spec.model.dtype)
@@ -142,13 +142,13 @@ def room(subject: Subject) -> Measured:
 TENSORS = 32
 
 MOST_BYTES, FEWEST_BYTES = 2**30, 2**27
-"""The size of the synthetic weights: as many as the model has, within these."""
+"""Bounds on the size of the synthetic weights, which is otherwise the model's."""
 
 SHARE = 8
-"""Four versions and a cache of them fit into the free memory of the folder with room to spare."""
+"""Divisor of the folder's free memory: four versions and a cache of them then fit with room to spare."""
 
 SLOWEST_SHARE = 0.5
-"""The lowest rate of publishing, as a share of hashing and writing one after the other. Publishing does both at once;
+"""Lowest accepted rate of publishing, as a share of the rate of hashing, then writing. Publishing overlaps the two, so
 a lower rate means that it waits for something."""
 
 
@@ -161,14 +161,14 @@ def _timed(rates: dict[str, float], name: str, size_bytes: int) -> Iterator[None
 
 @check("weights", "put weights.folder on a faster disk or in shared memory; look for other work on the machine")
 def weights(subject: Subject) -> Measured:
-    """Copy, hash, write; publish and read through the folder; read by HTTP, over loopback."""
+    """Measure copy, hash and write; publish and read through the folder; read over HTTP on loopback."""
     wanted = version_bytes(subject.asked.shape, subject.spec.model.dtype)
     free = shutil.disk_usage(subject.folder).free // SHARE
     size = min(max(wanted, FEWEST_BYTES), MOST_BYTES, free) // TENSORS // 4 * 4
     tensors = {f"layer.{number}": torch.randn(size // 4) for number in range(TENSORS)}
     rates: dict[str, float] = {}
     size *= TENSORS
-    copies = [tensor.clone() for tensor in tensors.values()]  # so that no page is new to the kernel below
+    copies = [tensor.clone() for tensor in tensors.values()]  # so that the copy below touches no new page
     with _timed(rates, "copy", size):
         for copy, tensor in zip(copies, tensors.values(), strict=True):
             copy.copy_(tensor)
@@ -196,5 +196,5 @@ def weights(subject: Subject) -> Measured:
 
 
 def _drain(read: Callable[[str], Iterator[tuple[str, torch.Tensor]]], location: str) -> None:
-    """Read a version as an engine does: each byte is hashed."""
+    """Read a version like an engine does, hashing every byte."""
     digest_of(read(location))

@@ -1,4 +1,4 @@
-"""The beginning of a rank's process. Nothing that imports torch may come before its devices are bound."""
+"""The entry point of a rank's process. Bind its devices before importing anything that imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhfless.spec import RunSpec
 
 
 def begin(end: Connection, spec: RunSpec, binding: DeviceBinding, rank: int, ranks: int, meeting: str) -> None:
-    """Bind the devices, and serve."""
+    """Bind the devices, then serve."""
     binding.bind()
     from rlhfless.selftest import rank_work
 

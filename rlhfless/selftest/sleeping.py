@@ -1,4 +1,4 @@
-"""Checks of sleep: what functions that take turns on a device give back, and how long they take."""
+"""Checks of sleep: the memory that functions free when they take turns on a device, and the time this takes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rlhfless.selftest.ranks import up
 from rlhfless.selftest.subject import Subject
 
 GIVEN_BACK = 0.9
-"""Fewest bytes that sleep gives back, as a share of those that a function keeps on its device."""
+"""Smallest share of a function's device memory that sleep must free."""
 
 SLACK_BYTES = 2**24
-"""Not expected back: ends of pages, and what allocators keep."""
+"""Not expected to be freed: partial pages, and memory that allocators keep."""
 
 TURNS = "turns"
-"""The result that has, by function, its seconds of sleep and of wake."""
+"""Result with the seconds of sleep and wake, by function."""
 
 
 @check("learner asleep", "leave placement.turns at false, and report it with this file", needs=("learner",))
 def learner(subject: Subject) -> Measured:
-    """All ranks sleep with weights and moments in the host's memory, and wake: seconds, bytes given back, and the same
-    logprobs as before."""
+    """Put all ranks to sleep with weights and moments in host memory, then wake them. Measures seconds and freed bytes,
+    and compares logprobs with those before."""
     naps = up(subject).do(rank_work.nap, rank_work.batch(subject))
     measured = {name: max(nap[name] for nap in naps) for name in ("sleep_s", "wake_s")}
     measured |= _given_back(min(nap["freed_bytes"] for nap in naps), max(nap["state_bytes"] for nap in naps))
@@ -39,8 +39,8 @@ def learner(subject: Subject) -> Measured:
 
 @check("engine asleep", "leave placement.turns at false, and report it with this file", needs=("probe",))
 def engine(subject: Subject) -> Measured:
-    """The engine sleeps without weights and KV, as between two steps, wakes, loads and computes the learner's
-    logprobs: seconds, and bytes given back of the weights and, where planned, of the KV cache."""
+    """Put the engine to sleep without weights and KV, as between two steps, then wake it, load, and compare logprobs
+    with the learner's. Measures seconds, and freed bytes of the weights and, if planned, of the KV cache."""
     engines, weights = running(subject), subject.results["published"]
     own, run = engines.engine, engines.run
     sleep_s, slept = _timed(lambda: run(own.sleep(SleepTier.DROPPED)))
@@ -64,7 +64,7 @@ def _given_back(freed_bytes: int, kept_bytes: int) -> dict[str, float]:
 
 
 def _judge(subject: Subject, function: str, measured: Measured) -> None:
-    """Keep the seconds for the report. Raises Wrong if too little memory was given back."""
+    """Store the seconds for the report. Raises Wrong if too little memory was freed."""
     if measured["given_back_gib"] < GIVEN_BACK * measured["kept_gib"] - SLACK_BYTES / GIB:
         raise Wrong("the device's memory was not given back", **measured)
     subject.results.setdefault(TURNS, {})[function] = {name: measured[name] for name in ("sleep_s", "wake_s")}

@@ -1,4 +1,4 @@
-"""A whole step of one actor, to compare with the prediction that is made of the other measurements."""
+"""A whole step of a single actor, to compare with the prediction from the other measurements."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.spec import SyncSpec
 
 STEP = 3
-"""Number of the version: after those of the other checks."""
+"""Version number, after those of the other checks."""
 
 MOST_SAMPLES, MOST_TOKENS = 256, 512
-"""Of the step, and of a response: so that a large model takes a minute and not ten."""
+"""Limits on the step's samples and on a response's tokens, so that a large model takes a minute instead of ten."""
 
 
 @check("step", "see the trace", needs=("speed",))
 def step(subject: Subject) -> Measured:
-    """A step of one actor's samples, one part after the other: publish, load, generate with the lengths that the plan
-    assumes, learn. The report compares it with its prediction."""
+    """Run a step of one actor's samples in sequence: publish, load, generate with the plan's assumed lengths, learn.
+    The report compares it with its prediction."""
     engines, requests = running(subject), _requests(subject)
     samples = subject.spec.samples_per_prompt
     times = [time.perf_counter()]
@@ -59,7 +59,7 @@ def step(subject: Subject) -> Measured:
 
 
 def _requests(subject: Subject) -> list[SampleRequest]:
-    """The samples of an actor in a step, at most MOST_SAMPLES; siblings share their prompt."""
+    """Return an actor's samples in a step, at most MOST_SAMPLES. Siblings share their prompt."""
     spec, lengths = subject.spec, lengths_of(subject.spec, None)
     share = -(-spec.prompts_per_step // spec.scaling.generation.most_actors)
     prompts = max(min(share, MOST_SAMPLES // spec.samples_per_prompt), 1)
@@ -77,8 +77,10 @@ def _requests(subject: Subject) -> list[SampleRequest]:
 
 
 def compared(subject: Subject, latency_at: Callable[[Lengths], LatencyFile]) -> dict[str, Any] | None:
-    """The measured step beside its prediction, as `rlhfless plan` makes it for these lengths; None if no step was
-    measured."""
+    """Return the measured step next to its prediction, as `rlhfless plan` makes it for these lengths.
+
+    Returns None if no step was measured.
+    """
     found: Mapping[str, Any] | None = subject.results.get("step")
     if found is None:
         return None

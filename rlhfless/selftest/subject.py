@@ -1,4 +1,4 @@
-"""The subject of a self-test: a run's spec as this machine settles it, and the parts that stay up between checks."""
+"""The subject of a self-test: a run's spec resolved for this machine, and the parts kept running between checks."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from rlhfless.spec.errors import InputError, Problem
 from rlhfless.weights.store import FolderStore
 
 BUNDLED = "bundled"
-"""Name of the model of a self-test without a run of the user's."""
+"""Name of the model in a self-test without a user's run."""
 
 PROBE_TOKENS = 128
 
 
 class SubjectPart(Protocol):
-    """Processes that stay up from one check to the next."""
+    """Processes that keep running from one check to the next."""
 
     def close(self) -> None: ...
 
 
 @dataclass
 class Subject:
-    """The subject on one node."""
+    """The subject on a single node."""
 
     asked: Question
-    """The settled spec, the model's sizes, and the devices."""
+    """The resolved spec, the model's sizes, and the devices."""
     model: str
     folder: Path
-    """A scratch folder, in shared memory as a run's store is."""
+    """A scratch folder, in shared memory like a run's store."""
     vocabulary: int
     engines: SubjectPart | None = None
     ranks: SubjectPart | None = None
     results: dict[str, Any] = field(default_factory=dict)
-    """Results that later checks and the report need."""
+    """Results for later checks and the report."""
 
     @property
     def spec(self) -> RunSpec:
@@ -70,7 +70,7 @@ class Subject:
         return FolderStore(self.folder / "store")
 
     def tokens(self, count: int, first: int = 0) -> tuple[int, ...]:
-        """Some tokens of the vocabulary, different for each `first`."""
+        """Return `count` tokens of the vocabulary, different for each `first`."""
         return tuple((7 * (first + index) + 11 * (index + 1)) % self.vocabulary for index in range(count))
 
     @property
@@ -80,10 +80,10 @@ class Subject:
 
 @contextmanager
 def opened(spec: RunSpec | None) -> Iterator[Subject]:
-    """A subject on this machine, whose parts are ended and whose files are removed after the block. Without a spec the
-    bundled model, untaught, is built.
+    """Open a subject on this machine. After the block, stop its parts and remove its files.
 
-    Raises InputError and PlacementError, as a run of this spec would.
+    Without a spec, builds the bundled model without training it. Raises InputError and PlacementError like a run of
+    this spec.
     """
     if spec is not None and spec.supervised:
         what = f"a run of type {spec.type} has no engines, and the self-test is of engines and learner together"
