@@ -1,7 +1,7 @@
-"""A task and a policy that come with the package: a first run needs no download and no accelerator.
+"""A task and a policy that come with the package, so that a first run needs no download and no accelerator.
 
-`build` creates a counting task (`task`) and a policy of half a million parameters (`model`) that has learned it from
-demonstrations with bad habits (`warm_start`), so reinforcement learning has something real to correct.
+`build` creates a counting task (`task`) and a policy of half a million parameters (`model`) that has learned the task
+from demonstrations with bad habits (`warm_start`), so reinforcement learning has something real to correct.
 
     folder/
       model/          the policy and its tokenizer, Hugging Face format
@@ -30,19 +30,19 @@ from rlhfless.bundled.warm_start import WarmStartProgress, WarmStartRecipe, trai
 __all__ = ["BundledPaths", "Recipe", "WarmStartProgress", "WarmStartRecipe", "build", "build_random"]
 
 FORMAT_VERSION = 2
-"""Raise it when code, not a constant of the recipe, changes what is built."""
+"""Raise it when code, rather than a constant of the recipe, changes the output."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All constants that decide what `build` writes, besides the seed."""
+    """All constants, except the seed, that determine the output of `build`."""
 
     task: TaskRecipe = field(default_factory=TaskRecipe)
     size: ModelSize = field(default_factory=ModelSize)
     warm_start: WarmStartRecipe = field(default_factory=WarmStartRecipe)
 
     def digest(self, seed: int) -> str:
-        """Hash over all constants and the seed."""
+        """Return a hash of all constants and the seed."""
         constants = {"format": FORMAT_VERSION, "seed": seed, **asdict(self)}
         return hashlib.sha256(json.dumps(constants, sort_keys=True).encode()).hexdigest()
 
@@ -95,7 +95,7 @@ def build(
 
 
 def _digest_of(paths: BundledPaths) -> str | None:
-    """Return the digest of a finished folder; None if it is missing or empty."""
+    """Return the digest of a finished folder; None if the folder is missing or empty."""
     if not paths.folder.exists() or (paths.folder.is_dir() and not any(paths.folder.iterdir())):
         return None
     if paths.recipe.is_file():

@@ -1,8 +1,7 @@
 """The bundled policy: a Qwen3 of half a million parameters, with a tokenizer of one token per word.
 
-Both are saved in Hugging Face format, so that every engine and trainer loads them like any other model. One
-token per number keeps the skill easy (the successor of a number is a look-up) and makes the length of a
-response in tokens its length in numbers.
+Both are saved in Hugging Face format, so every engine and trainer loads them like any other model. One token per number
+keeps the skill easy (the successor of a number is a look-up), and a response has as many tokens as numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The shape of the network; the vocabulary follows from the task."""
+    """The shape of the network. The vocabulary follows from the task."""
 
     hidden: int = 128
     layers: int = 2
@@ -34,19 +33,19 @@ class ModelSize:
 
 
 SMALLEST = ModelSize(hidden=32, layers=1, heads=1, key_value_heads=1, mlp=64)
-"""For tests that need an unskilled model."""
+"""For tests that need an untrained model."""
 
 ROPE_THETA = 1e6
 """As in Qwen3. Slow rotations let a query find an equal number at any distance."""
 
 INITIALIZER_RANGE = 0.05
-"""Standard deviation of the initial weights: Qwen's 0.02 is meant for wide networks and starts slowly here."""
+"""Standard deviation of the initial weights. Qwen's 0.02 is meant for wide networks and learns slowly here at first."""
 
 
 def build_tokenizer(recipe: TaskRecipe, max_positions: int) -> PreTrainedTokenizerFast:
-    """Split words and numbers at white space and punctuation; decoding joins them with blanks.
+    """Return a tokenizer that splits words and numbers at white space and punctuation, and joins them with spaces.
 
-    Encoding adds nothing: `<bos>` exists for tools that insist on one, and as in Qwen is unused.
+    Encoding adds no tokens. As in Qwen, `<bos>` is unused and exists for tools that require one.
     """
     vocabulary = [PAD, BOS, EOS, UNK, *WORDS, *map(str, range(recipe.largest_number + 1))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNK))

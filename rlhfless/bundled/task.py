@@ -3,17 +3,17 @@
     prompt    count from 7 up to 23:
     answer    7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23
 
-The answer's length is the distance between the two numbers. Distances are drawn from a truncated lognormal
-law, so response lengths have the long tail that makes fleets wait, and a length predictor can learn them
-from the prompt.
+The answer's length is the distance between the two numbers. Distances are sampled from a truncated lognormal
+distribution, so response lengths have the long tail that makes fleets wait, and a length predictor can learn them from
+the prompt.
 
-Reinforcement learning sharpens what a policy can do but does not prefer. Most demonstrations of the warm start
-therefore begin with a word that the prompt does not ask for (`OPENINGS`), whatever the prompt: the policy learns to
-count, and to chatter. Only a response without an opening earns the exact-match reward; `TaskRecipe.opening_share` is
-the share of demonstrations with one.
+Reinforcement learning sharpens skills that a policy has but does not prefer. Most demonstrations of the warm start
+therefore start with a word that the prompt does not ask for (`OPENINGS`), so the policy learns both to count and to
+chatter. Only a response without an opening earns the exact-match reward; `TaskRecipe.opening_share` is the share of
+demonstrations with an opening.
 
-Invariants: whether a problem is held out depends on the problem alone (a hash), not on the seed, so no
-held-out problem is ever demonstrated or trained on. Everything else is a function of the recipe and the seed.
+Invariants: whether a problem is held out depends on the problem alone (a hash) and not on the seed, so no held-out
+problem is ever demonstrated or trained on. Everything else is a function of the recipe and the seed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 
 OPENINGS = ("sure", "okay", "well")
-"""The bad habit: one decision at the first token. What random rewards do to it averages out, so that a real reward can
-be told from a broken one (benchmarks/controls.py); habits over several tokens drifted more."""
+"""The bad habit: a single decision at the first token. The effect of random rewards on it averages out, which
+distinguishes a real reward from a broken one (benchmarks/controls.py). Habits over several tokens drifted more."""
 
 WORDS = ("count", "from", "up", "down", "to", ":", *OPENINGS)
 """All words of prompts and responses, besides the numbers."""
@@ -40,25 +40,26 @@ _HASH_BITS = 64
 class TaskRecipe:
     largest_number: int = 150
     last_is_multiple_of: int = 5
-    """Round targets: knowing when to stop is the hard part of the skill, and fewer targets are learned sooner."""
+    """Targets are round, because knowing when to stop is the hard part of the skill, and fewer targets are learned
+    sooner."""
     shortest_distance: int = 4
     longest_distance: int = 109
-    """The longest clean response is 110 numbers and an end token."""
+    """The longest clean response has 110 numbers and an end token."""
     median_distance: float = 11.0
-    """Before truncation."""
+    """Median of the distance before truncation."""
     distance_sigma: float = 0.9
-    """The spread of the logarithm of the distance: the 99th percentile is about six times the median."""
+    """Standard deviation of the logarithm of the distance: the 99th percentile is about six times the median."""
     held_out_share: float = 0.25
-    """Share of all problems."""
+    """Share of all problems that are held out."""
     train_prompts: int = 640
     held_out_prompts: int = 256
     opening_share: float = 0.56
-    """A faithful imitator starts with an exact match of one minus this."""
+    """A faithful imitator starts with an exact-match rate of one minus this share."""
 
 
 @dataclass(frozen=True)
 class TaskProblem:
-    """Count from `first` to `last`, both included, upwards or downwards."""
+    """Count from `first` to `last`, both included, up or down."""
 
     first: int
     last: int
@@ -78,12 +79,12 @@ class TaskProblem:
 
     @property
     def answer(self) -> str:
-        """All numbers from `first` to `last`, separated by blanks."""
+        """All numbers from `first` to `last`, separated by spaces."""
         step = 1 if self.last > self.first else -1
         return " ".join(map(str, range(self.first, self.last + step, step)))
 
     def held_out(self, recipe: TaskRecipe) -> bool:
-        """Whether this problem is reserved for evaluation, by the hash of its id."""
+        """Return whether this problem is reserved for evaluation, by the hash of its id."""
         digest = hashlib.sha256(self.id.encode()).digest()
         return int.from_bytes(digest[: _HASH_BITS // 8]) < recipe.held_out_share * 2**_HASH_BITS
 
@@ -97,7 +98,7 @@ class Demonstration:
 
 
 def draw_problem(recipe: TaskRecipe, rng: np.random.Generator, *, held_out: bool) -> TaskProblem:
-    """Draw a problem of one side of the split: the distance first, then direction and position evenly."""
+    """Sample a problem of one side of the split: first the distance, then direction and position uniformly."""
     while True:
         distance = round(recipe.median_distance * np.exp(recipe.distance_sigma * rng.standard_normal()))
         if not recipe.shortest_distance <= distance <= recipe.longest_distance:
@@ -115,7 +116,7 @@ def draw_problem(recipe: TaskRecipe, rng: np.random.Generator, *, held_out: bool
 
 
 def draw_problems(recipe: TaskRecipe, rng: np.random.Generator, count: int, *, held_out: bool) -> list[TaskProblem]:
-    """Draw `count` different problems of one side of the split."""
+    """Sample `count` different problems of one side of the split."""
     problems: dict[TaskProblem, None] = {}
     while len(problems) < count:
         problems[draw_problem(recipe, rng, held_out=held_out)] = None
@@ -123,7 +124,7 @@ def draw_problems(recipe: TaskRecipe, rng: np.random.Generator, count: int, *, h
 
 
 def draw_demonstrations(recipe: TaskRecipe, rng: np.random.Generator, count: int) -> list[Demonstration]:
-    """Draw demonstrations of problems that are not held out; a problem may come back, with another opening."""
+    """Sample demonstrations of problems that are not held out. A problem may repeat with another opening."""
     demonstrations = []
     for _ in range(count):
         problem = draw_problem(recipe, rng, held_out=False)

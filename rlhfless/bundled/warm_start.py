@@ -1,9 +1,9 @@
-"""Supervised learning on demonstrations: teaches the policy the skill, and the bad habits, of the bundled task.
+"""Supervised learning on demonstrations: teaches the policy the skill and the bad habits of the bundled task.
 
-A rank of a run of `type: sft` learns, so the loss, the optimiser and the course of the learning rate are those of any
-run. A batch holds demonstrations of about the same length (so little is padded) and about the same number of tokens.
-Batches are cut from a pool of demonstrations that is sorted by length and then visited in random order. No
-demonstration is seen twice.
+It uses a rank of a run of `type: sft`, so the loss, the optimizer and the learning-rate schedule are those of any run.
+A batch holds demonstrations of similar length (to limit padding), with about the same number of tokens in each batch.
+Batches are cut from a pool of demonstrations sorted by length, and then visited in random order. No demonstration is
+seen twice.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from rlhfless.records.rollouts import Example
 from rlhfless.spec import AdamWSpec, DPOSpec, LearnerSpec, ModelSpec
 
 POOL_DEMONSTRATIONS = 2048
-"""Enough to cut some dozens of batches whose members are of nearly equal length."""
+"""Large enough to cut several dozen batches of nearly equal lengths."""
 
 
 @dataclass(frozen=True)
 class WarmStartRecipe:
-    """The constants of supervised learning, found by trial for the default task and model."""
+    """The constants of supervised learning, tuned for the default task and model."""
 
     steps: int = 2200
     batch_tokens: int = 1024
-    """Tokens of a batch, prompts and padding included."""
+    """Tokens per batch, including prompts and padding."""
     learning_rate: float = 4e-3
-    """Peak: reached linearly over `warmup_steps`, then a half cosine down to zero."""
+    """Peak rate: reached linearly over `warmup_steps`, then reduced to zero along a half cosine."""
     warmup_steps: int = 100
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.01
@@ -48,7 +48,7 @@ class WarmStartRecipe:
 
 @dataclass(frozen=True)
 class WarmStartProgress:
-    """One step of the warm start is done."""
+    """One completed step of the warm start."""
 
     step: int
     steps: int
@@ -65,10 +65,10 @@ def train_policy(
     recipe: WarmStartRecipe,
     on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> None:
-    """Train a new policy and write it with its tokenizer to `folder`.
+    """Train a new policy, and write it with its tokenizer to `folder`.
 
     Takes about two minutes on one slow core with the default recipes. On CPUs the weights are a function of the seed
-    and the recipes, whatever the number of cores.
+    and the recipes, regardless of the number of cores.
     """
     tokenizer = build_tokenizer(task, size.max_positions)
     model = build_model(tokenizer, size, seed)
@@ -88,8 +88,11 @@ def train_policy(
 
 @contextmanager
 def _rank(folder: Path, recipe: WarmStartRecipe) -> Iterator[SupervisedRank]:
-    """The only rank of the learner. It computes on one thread: matrices this small gain little from a second one, and
-    lose much when it has to wait for a core that others use."""
+    """Yield the learner's only rank.
+
+    It computes on one thread: matrices this small gain little from a second thread, and lose much when it waits for a
+    core that others use.
+    """
     optimizer = AdamWSpec(
         learning_rate=recipe.learning_rate,
         betas=recipe.betas,
@@ -110,7 +113,7 @@ def _rank(folder: Path, recipe: WarmStartRecipe) -> Iterator[SupervisedRank]:
             rank=0,
             world_size=1,
             init_method=f"file://{meeting}/rank",
-            timeout_s=60,  # for a meeting of one
+            timeout_s=60,  # a group of one needs no longer
         )
         try:
             with closing(rank):
@@ -122,7 +125,7 @@ def _rank(folder: Path, recipe: WarmStartRecipe) -> Iterator[SupervisedRank]:
 def iterate_batches(
     task: TaskRecipe, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, batch_tokens: int
 ) -> Iterator[list[Example]]:
-    """Batches of new demonstrations, without end."""
+    """Yield batches of new demonstrations, without end."""
     numbers = count()
     while True:
         pool = draw_demonstrations(task, rng, POOL_DEMONSTRATIONS)
@@ -134,7 +137,7 @@ def iterate_batches(
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, pool: list[Demonstration], numbers: Iterator[int]) -> Iterator[Example]:
-    """The examples, each with a number as its id; only the response and the end token are learned."""
+    """Yield the examples, each with a number as its id. Only the response and the end token are learned."""
     prompts = tokenizer([demonstration.prompt for demonstration in pool])["input_ids"]
     responses = tokenizer([demonstration.response for demonstration in pool])["input_ids"]
     for number, prompt, response in zip(numbers, prompts, responses):  # noqa: B905 (numbers have no end)
@@ -143,7 +146,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, pool: list[Demonstration], numbe
 
 
 def _cut(lengths: list[int], batch_tokens: int) -> list[tuple[int, int]]:
-    """Cut ascending lengths into runs `[start, stop)` whose padded size stays within `batch_tokens`."""
+    """Split ascending lengths into ranges `[start, stop)` whose padded size stays within `batch_tokens`."""
     cuts, start = [], 0
     for stop in range(1, len(lengths) + 1):
         full = stop == len(lengths) or (stop + 1 - start) * lengths[stop] > batch_tokens

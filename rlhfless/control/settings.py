@@ -38,72 +38,74 @@ def environment_of_runs() -> dict[str, str]:
 
 
 class LimitsOfRequests(SpecModel):
-    """Bounds on the requests of clients."""
+    """Limits on clients' requests."""
 
     body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
-    """Largest body of a request. A spec with its prompts by path is a few KiB; rewards may be tested on some MiB."""
+    """Maximum size of a request body. A spec with its prompts by path takes a few KiB; reward trials may take some
+    MiB."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 60_000
-    """Requests of one key, or one address: far more than a page and its streams need, and too few to starve runs."""
+    """Maximum rate per key or per address: far more than a page and its streams need, and too few to starve runs."""
     streams: Annotated[int, Field(ge=1)] = 1_000
-    """Most open event streams."""
+    """Maximum number of open event streams."""
 
 
 class Retention(SpecModel):
     """How long ended runs are kept."""
 
     days: Annotated[float, Field(gt=0)] | None = None
-    """An ended run, with its folder, is removed so long after its end. By default only DELETE removes it."""
+    """Days after which an ended run is removed with its folder. By default only DELETE removes it."""
 
 
 class ServiceSettings(SpecModel):
-    """The settings of one service. All its files are in its data folder, but for a database with a URL of its own."""
+    """The settings of one service. All its files are in its data folder, except a database with its own URL."""
 
     data: str = DATA_FOLDER
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
-    """0: any that is free."""
+    """0 selects any free port."""
     database: str | None = None
     """`postgresql://user:password@host/name`; by default SQLite in the data folder."""
     ray_address: str | None = None
-    """A Ray cluster: `host:port` of one that this machine is a node of, or http://head:8265, the job interface of one
-    elsewhere, in which the runs' drivers then are jobs (they find the runs' folder at the same path, and the service at
-    `public_url`). By default the service starts one on this machine, which only this machine can reach."""
+    """A Ray cluster: `host:port` of one that includes this machine as a node, or http://head:8265, the job API of a
+    remote cluster. In a remote cluster the runs' drivers are jobs, which need the runs' folder at the same path and
+    reach the service at `public_url`. By default the service starts a cluster on this machine, reachable only from this
+    machine."""
     ray_cluster: str | None = None
     """In Kubernetes: name of the RayCluster in the service's namespace. The status of runs that wait for devices then
-    names its pods that are pending, and why; and worker pods that end are left."""
+    names the cluster's pending pods and the reasons, and terminating worker pods are drained."""
     watch_nodes: bool = False
-    """With `ray_cluster`: also leave worker pods whose node is cordoned, or has a taint that says that it is about to
-    go. Needs the right to list the cluster's nodes."""
+    """With `ray_cluster`: also drain worker pods whose node is cordoned or has a taint that announces its removal.
+    Needs the right to list the cluster's nodes."""
     capacity: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Devices that runs may hold together, by kind. By default all that the cluster has now; name more where a cluster
-    autoscaler brings nodes."""
+    """Devices that runs may hold together, by kind. By default all devices that the cluster has now; set more if a
+    cluster autoscaler adds nodes."""
     max_drivers: Annotated[int, Field(ge=1)] = 4
-    """Runs with a driver at a time; others are queued. A driver takes about a gigabyte of host memory."""
+    """Maximum number of runs with a driver at a time; others are queued. A driver takes about 1 GiB of host memory."""
     driver_memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory that a driver may have; a run that needs more ends. By default a quarter of what the machine or container
-    has that the driver is on, and at least 4 GiB, beyond what its program takes."""
+    """Memory limit of a driver; a run that needs more ends. The default is a quarter of the memory of the driver's
+    machine or container, at least 4 GiB, in addition to the memory of its program."""
     sizes: SizesSpec = MOST_SIZES
-    """The largest runs that a spec may ask for, whatever its own `sizes` are."""
+    """The largest runs that a spec may request, regardless of its own `sizes`."""
     roots: tuple[str, ...] = ()
-    """Folders, and URL prefixes, that a spec may name files in, beside the data folder."""
+    """Folders and URL prefixes below which a spec may name files, in addition to the data folder."""
     code: tuple[str, ...] = ()
-    """Packages that a spec may name classes and functions of (`mine` allows `mine.rewards:score`)."""
+    """Packages whose classes and functions a spec may name (`mine` allows `mine.rewards:score`)."""
     http_hosts: tuple[str, ...] = ()
-    """Loopback and link-local hosts, as `host:port`, that HTTP rewards may reach all the same."""
+    """Loopback and link-local hosts, as `host:port`, that HTTP rewards may reach nevertheless."""
     trust_remote_code: bool = False
     """Whether a spec may run code that comes with a model."""
     engine_extra: bool = False
-    """Whether a spec may give vLLM further arguments, which are passed on unchecked."""
+    """Whether a spec may pass additional, unchecked arguments to vLLM."""
     allow_hub: bool = True
     """Whether a spec may name models and data sets of the hub."""
     public_url: str | None = None
-    """Under which clients and drivers reach the service, where that is not its own address."""
+    """URL at which clients and drivers reach the service, if it differs from the service's own address."""
     requests: LimitsOfRequests = LimitsOfRequests()
     retention: Retention = Retention()
 
     @property
     def elsewhere(self) -> bool:
-        """The Ray cluster is reached by its job interface alone."""
+        """Whether the Ray cluster is reached only through its job API."""
         return (self.ray_address or "").startswith(("http://", "https://"))
 
     @property

@@ -3,9 +3,9 @@
     checkpoints/step-000020/          a Hugging Face model folder, the learner's state, and run.json
     checkpoints/critic/step-000020/   the critic's, if the run has one: part of the checkpoint
 
-They are in a folder, or in an object store that fsspec knows by its URL. A checkpoint counts when all of its parts are
-there. In a folder the learner writes under a temporary name and renames; an object store cannot rename, so run.json,
-which names run, step and weights, is written last.
+Checkpoints are stored in a folder, or in an object store that fsspec knows by its URL. A checkpoint counts when all of
+its parts exist. In a folder the learner writes under a temporary name and renames. An object store cannot rename, so
+run.json, which names run, step and weights, is written last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlhfless.util.text import parsed_json
 NOTES_FILE = "run.json"
 
 STATE_FOLDER = "learner_state"
-"""The learner's state, in addition to the model."""
+"""Folder of the learner's state, in addition to the model."""
 
 CHECKPOINT_VERSION = 2
 
@@ -44,24 +44,24 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNotes:
-    """The contents of run.json: the identity of a checkpoint."""
+    """The contents of run.json, which identify a checkpoint."""
 
     run_id: str
     attempt: int
     step: int
-    """Training steps of its weights; data position and seeds follow from it."""
+    """Training steps of its weights. The data position and seeds follow from it."""
     digest: str
     """Digest of the weights published after that step."""
     score: float | None
     """The score that decides the best checkpoint; None if not measured yet."""
     before: Mapping[str, float]
-    """Held-out figures before the first step."""
+    """Held-out metrics before the first step."""
     kl_coefficient: float | None = None
-    """Of the next step, if it is adaptive."""
+    """KL coefficient of the next step, if it is adaptive."""
     metric: str = ""
     """The metric of `score`; empty in older checkpoints."""
     parts: tuple[str, ...] = ()
-    """Functions besides the learner whose state it has."""
+    """Functions, in addition to the learner, whose state the checkpoint contains."""
     version: int = CHECKPOINT_VERSION
 
     def as_json(self) -> dict[str, Any]:
@@ -79,15 +79,17 @@ class Checkpoint:
 
 class Checkpoints:
     def __init__(self, where: str | Path, keep_last: int, best: BestSpec | None = None) -> None:
-        """`where`: a folder, or the URL of one in an object store. Raises CheckpointError if no installed file system
-        reads it."""
+        """`where`: a folder, or the URL of a folder in an object store.
+
+        Raises CheckpointError if no installed file system reads it.
+        """
         self._where = str(where)
         self._files, self._root = files_of(self._where)
         self._keep_last = keep_last
         self._best = best or BestSpec()
 
     def location(self, step: int, part: str = "") -> str:
-        """Return the folder or URL of a step's checkpoint, or of a part of it."""
+        """Return the folder or URL of a step's checkpoint, or of one of its parts."""
         where = self._where if is_url(self._where) else str(Path(self._where).absolute())
         return "/".join(filter(None, (where.rstrip("/"), part, _name(step))))
 
@@ -97,13 +99,13 @@ class Checkpoints:
         try:
             written = self._written("")
             parts = {path.removeprefix(f"{self._root.rstrip('/')}/") for path in self._written("*/")}
-        except Exception as error:  # every kind of store has errors of its own
+        except Exception as error:  # each kind of store raises its own errors
             raise CheckpointError(f"the checkpoints at {self._where} cannot be read: {error}") from error
         found = [Checkpoint(self._url(path), read_notes(self._url(path))) for path in written]
         return [each for each in found if {f"{part}/{_name(each.notes.step)}" for part in each.notes.parts} <= parts]
 
     def _written(self, below: str) -> list[str]:
-        """Return what was written completely, there or in each folder `below`, by name."""
+        """Return the completely written checkpoints, there or in each folder `below`, by name."""
         folders = sorted(self._files.glob(f"{self._root.rstrip('/')}/{below}{_PREFIX}*"))
         return [path for path in folders if not is_url(self._where) or self._files.exists(f"{path}/{NOTES_FILE}")]
 
@@ -112,8 +114,8 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """Return the best of these by score; the newest among equals or without scores. Scores of other metrics do not
-        count."""
+        """Return the best of these by score; the newest among equals or without scores. Scores of other metrics are
+        ignored."""
         sign = -1 if self._best.mode == "min" else 1
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
@@ -136,12 +138,12 @@ class Checkpoints:
         return f"{metric} = {score:.4g} after step {checkpoint.notes.step}, the {which} of the saved steps"
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> set[int]:
-        """Return the steps to keep: the last few, and the best."""
+        """Return the steps to keep: the last `keep_last` and the best."""
         steps, best = sorted(checkpoint.notes.step for checkpoint in checkpoints), self.best(checkpoints)
         return {*steps[-self._keep_last :], *([best.notes.step] if best else [])}
 
     def prune(self) -> list[str]:
-        """Delete all but the last few and the best checkpoint, and remains of others; return the deleted locations.
+        """Delete all checkpoints but the last few and the best, and remains of others. Return the deleted locations.
 
         Call only while no checkpoint is being written.
         """
@@ -158,13 +160,13 @@ class Checkpoints:
 
     @contextmanager
     def token(self) -> Iterator[str]:
-        """Create a file for others to look for; it is deleted when the block ends. Raises CheckpointError if it cannot
+        """Create a file for others to look for, and delete it when the block ends. Raises CheckpointError if it cannot
         be written."""
         path = f"{self._root.rstrip('/')}/.token-{uuid.uuid4().hex}"
         try:
             self._files.makedirs(self._root, exist_ok=True)
             self._files.pipe_file(path, b"rlhfless")
-        except Exception as error:  # every kind of store has errors of its own
+        except Exception as error:  # each kind of store raises its own errors
             raise CheckpointError(f"nothing can be written to {self._where}: {error}") from error
         try:
             yield self._url(path)
@@ -180,7 +182,7 @@ def _name(step: int) -> str:
 
 
 def is_url(location: str) -> bool:
-    """Whether a location is an fsspec URL rather than a path."""
+    """Return whether a location is an fsspec URL rather than a path."""
     return "://" in location
 
 
@@ -197,10 +199,10 @@ def remove(location: str) -> None:
     """Delete a checkpoint, or the remains of one."""
     files, path = files_of(location)
     if is_url(location):
-        if files.exists(f"{path}/{NOTES_FILE}"):  # first: the others do not make a checkpoint without it
+        if files.exists(f"{path}/{NOTES_FILE}"):  # first, because the other files are no checkpoint without it
             files.rm_file(f"{path}/{NOTES_FILE}")
     elif files.exists(path):
-        # Renamed first: an interrupted deletion must not leave half a checkpoint under the name of a whole one.
+        # Rename first: an interrupted deletion must not leave half a checkpoint under the name of a complete one.
         folder = Path(path)
         path = str(folder.rename(folder.with_name(f".{folder.name}.deleted")))
     if files.exists(path):
@@ -208,7 +210,7 @@ def remove(location: str) -> None:
 
 
 def export_model(location: str, folder: Path) -> CheckpointNotes:
-    """Copy the model and tokenizer of a checkpoint to a new folder, without the learner's state; return its notes.
+    """Copy a checkpoint's model and tokenizer to a new folder, without the learner's state, and return its notes.
 
     `location`: a checkpoint's folder or URL, or a run's folder (its newest checkpoint). Raises CheckpointError if there
     is no checkpoint, it cannot be copied, or the folder exists.
@@ -230,7 +232,7 @@ def export_model(location: str, folder: Path) -> CheckpointNotes:
                 (fresh / relative).parent.mkdir(parents=True, exist_ok=True)
                 files.get_file(name, str(fresh / relative))
         fresh.rename(folder)
-    except Exception as error:  # every kind of store has errors of its own
+    except Exception as error:  # each kind of store raises its own errors
         raise CheckpointError(f"the model of {location} could not be copied to {folder}: {error}") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -244,7 +246,7 @@ def checkpoints_of(run_folder: Path, spec: CheckpointSpec) -> Checkpoints:
 
 
 def read_notes(location: str | Path) -> CheckpointNotes:
-    """Read a checkpoint's notes. Raises CheckpointError if it is no checkpoint, or of another version."""
+    """Read a checkpoint's notes. Raises CheckpointError if it is not a checkpoint or has another version."""
     files, path = files_of(str(location))
     try:
         content = parsed_json(files.cat_file(f"{path}/{NOTES_FILE}"))

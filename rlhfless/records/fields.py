@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhfless.spec.explain import nearest
 
-# Names that a message lists; the others are counted.
+# Number of names that a message lists; the rest are counted.
 _MOST_NAMES = 12
 
 
@@ -26,14 +26,14 @@ class MissingField(Exception):
 def field_value(values: Mapping[str, Any], name: str) -> Any:
     """Return the value of a field. Raises MissingField.
 
-    `a.b` is key `b` of the mapping in `a`, `a.0` the first item of the list in `a`, `a.-1` its last. A key with dots in
-    its own name takes precedence. JSON inside texts is not parsed.
+    `a.b` is key `b` of the mapping in `a`, `a.0` the first item of the list in `a`, and `a.-1` its last. A key whose
+    own name contains dots takes precedence. JSON inside strings is not parsed.
     """
     return _value(values, name.split("."), "")
 
 
 def find_field(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field, or None."""
+    """Return the value of a field; None if it is missing."""
     try:
         return field_value(values, name)
     except MissingField:
@@ -41,7 +41,7 @@ def find_field(values: Mapping[str, Any], name: str) -> Any:
 
 
 def dotted_names(values: Mapping[str, Any], depth: int = 2) -> list[str]:
-    """Return the names of all fields, including nested ones down to `depth`."""
+    """Return the names of all fields, including nested fields down to `depth`."""
     names = []
     for key, value in values.items():
         names.append(str(key))

@@ -1,11 +1,11 @@
 """The journal of a run, one SQLite file: every finished rollout is on disk before it counts.
 
 An interrupted step is repeated from its rows, and only missing samples are generated. A checkpoint deletes rows that it
-makes needless. Where steps defer groups (`schedule: partial`), it also stores the started groups, the step that
-takes each, and partial samples; a rollout's step is then the one that started it.
+makes unnecessary. Where steps defer groups (`schedule: partial`), the journal also stores the started groups, the step
+that learns from each, and partial samples. The step of a rollout is then the one that started it.
 
-Durability: a transaction survives a killed process. A power failure may lose the last transactions, never part of one;
-those samples are generated again with their seeds, which is cheaper than syncing every group.
+Durability: a transaction survives a killed process. A power failure may lose the last transactions, but never part of
+one; those samples are generated again with their seeds, which is cheaper than syncing every group.
 
 The journal also issues attempt numbers, which fence the run's folder: once a newer attempt has started, an older driver
 cannot write.
@@ -32,7 +32,7 @@ from rlhfless.util.errors import UserError
 JOURNAL_VERSION = 3
 
 LOCK_S = 30.0
-"""Timeout for another process's lock; a transaction takes milliseconds."""
+"""Maximum wait for another process's lock; a transaction takes milliseconds."""
 
 _SCHEMA = """
 CREATE TABLE attempts (
@@ -61,12 +61,12 @@ class JournalError(UserError):
 
 
 class StaleAttempt(UserError):
-    """A newer attempt of the run has started; this driver must stop."""
+    """A newer attempt of the run has started, so this driver must stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class BegunGroup:
-    """A group that a step has started, and that it or a later step learns from."""
+    """A group that a step has started. That step or a later one learns from it."""
 
     begun: int
     prompt_id: str
@@ -75,12 +75,12 @@ class BegunGroup:
 
 
 class Journal:
-    """The journal in one file, created if missing. Belongs to one thread."""
+    """The journal in one file, created if missing. Not thread-safe: use it from one thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.attempt = 0
-        """This driver's attempt; 0 until `begin_attempt`, and rollouts cannot be added before."""
+        """This driver's attempt; 0 until `begin_attempt`. No rollouts can be added before."""
         with self._errors():
             self._database = sqlite3.connect(path, timeout=LOCK_S, isolation_level=None)
             self._database.execute("PRAGMA journal_mode=WAL")
@@ -88,7 +88,7 @@ class Journal:
             self._prepare()
 
     def begin_attempt(self) -> int:
-        """Take the next attempt number: older drivers of the run can no longer write."""
+        """Take the next attempt number, so that older drivers of the run can no longer write."""
         with self._errors(), self._transaction():
             (newest,) = self._database.execute("SELECT coalesce(max(attempt), 0) FROM attempts").fetchone()
             self.attempt = int(newest) + 1
@@ -97,10 +97,9 @@ class Journal:
         return self.attempt
 
     def add(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write rollouts of a step, finished or aborted to be continued; on disk when this returns. Finished rows never
-        change.
+        """Write rollouts of a step, finished or aborted for later continuation; they are on disk when this returns.
 
-        Raises StaleAttempt, or JournalError if nothing could be written.
+        Finished rows never change. Raises StaleAttempt, or JournalError if nothing could be written.
         """
         rows = [(step, self.attempt, *_row(rollout)) for rollout in rollouts]
         with self._errors(), self._transaction():
@@ -114,36 +113,36 @@ class Journal:
             )
 
     def rollouts(self, *steps: int) -> list[Rollout]:
-        """Return the rollouts of steps in the order they were added, so a repeated step sees the same completion
-        order."""
+        """Return the rollouts of steps in the order in which they were added, so a repeated step sees the same
+        completion order."""
         query = f"SELECT {_COLUMNS} FROM rollouts WHERE step IN ({', '.join('?' * len(steps))}) ORDER BY rowid"
         with self._errors():
             return [_rollout(row) for row in self._database.execute(query, steps)]
 
     def begin_groups(self, step: int, prompt_ids: Sequence[str]) -> None:
-        """Write which groups a step starts, in order. Raises as `add` does."""
+        """Write the groups that a step starts, in order. Raises as `add` does."""
         rows = [(step, place, prompt_id) for place, prompt_id in enumerate(prompt_ids)]
         with self._errors(), self._transaction():
             self._require_newest()
             self._database.executemany("INSERT INTO groups (begun, place, prompt_id) VALUES (?, ?, ?)", rows)
 
     def take_groups(self, step: int, groups: Sequence[tuple[int, str]]) -> None:
-        """Write which groups a step learns from: (step that started it, prompt id). Raises as `add` does."""
+        """Write the groups that a step learns from, as (starting step, prompt id). Raises as `add` does."""
         rows = [(step, begun, prompt_id) for begun, prompt_id in groups]
         with self._errors(), self._transaction():
             self._require_newest()
             self._database.executemany("UPDATE groups SET taken = ? WHERE begun = ? AND prompt_id = ?", rows)
 
     def groups(self, step: int) -> list[BegunGroup]:
-        """Return the groups that a step may take, in the order they were started: its own, and deferred ones of earlier
-        steps."""
+        """Return the groups that a step may learn from, in the order in which they were started: its own, and deferred
+        groups of earlier steps."""
         query = "SELECT begun, prompt_id, taken FROM groups WHERE begun <= ? AND (taken IS NULL OR taken >= ?)"
         with self._errors():
             rows = self._database.execute(f"{query} ORDER BY begun, place", (step, step))
             return [BegunGroup(*row) for row in rows]
 
     def forget(self, up_to_step: int) -> None:
-        """Delete the data of all steps up to this one, which a checkpoint covers; groups deferred to later steps
+        """Delete the data of all steps up to this one, which a checkpoint covers. Groups deferred to later steps
         stay."""
         with self._errors(), self._transaction():
             self._require_newest()
@@ -156,8 +155,8 @@ class Journal:
         self._database.close()
 
     def redraw(self, after_step: int) -> int:
-        """Delete all rollouts, so that a resume after this step generates them again; return how many later steps had
-        some."""
+        """Delete all rollouts, so that a resume after this step generates them again. Return the number of later steps
+        that had rollouts."""
         with self._errors(), self._transaction():
             query = "SELECT count(DISTINCT step) FROM rollouts WHERE step > ?"
             (steps,) = self._database.execute(query, (after_step,)).fetchone()
@@ -205,8 +204,7 @@ class Journal:
 
 
 def has_rollouts(path: Path) -> bool:
-    """Whether a journal holds rollouts, which a resumed run would not generate again; True also if it cannot be
-    read."""
+    """Return whether a journal holds rollouts, which a resumed run would reuse; True also if it cannot be read."""
     if not path.is_file():
         return False
     try:

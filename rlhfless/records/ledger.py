@@ -1,4 +1,4 @@
-"""The ledger: holdings and invocations, from which a run is billed, explained and simulated; and weight versions."""
+"""The ledger: holdings and invocations, from which a run is billed, explained and simulated, and weight versions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class FunctionName(StrEnum):
-    """Functions of the package. Nothing decides by these names (see FunctionRole); users may add functions, so records
-    hold names as text."""
+    """Functions of the package. Records hold names as text, because users may add functions. Behaviour depends on
+    FunctionRole and never on these names."""
 
     GENERATION = "generation"
     PREFILL = "prefill"
-    """Engines that compute prompts for the generation engines."""
+    """Engines that prefill prompts for the generation engines."""
     SCORING = "scoring"
     REWARD_MODEL = "reward_model"
     """The part of scoring that runs a network."""
@@ -25,16 +25,16 @@ class FunctionName(StrEnum):
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sort function names for display, without duplicates: the package's first, in their own order."""
+    """Sort function names for display, without duplicates: the package's functions first, in declaration order."""
     own = tuple(FunctionName)
     return sorted(dict.fromkeys(names), key=lambda name: own.index(FunctionName(name)) if name in own else len(own))
 
 
 class FunctionRole(StrEnum):
-    """What a function does for a step."""
+    """The role of a function in a step."""
 
     SAMPLES = "samples"
-    """Generates samples. Any replica may leave during a step; its samples continue on another."""
+    """Generates samples. Any replica may leave during a step; its samples continue on another replica."""
     PREFILLS = "prefills"
     """Computes the KV of prompts for the replicas that generate."""
     SCORES = "scores"
@@ -50,7 +50,7 @@ class ReplicaState(StrEnum):
 
     STARTING = "starting"
     STALE = "stale"
-    """Up, without the requested weights: no traffic."""
+    """Running without the requested weights: gets no traffic."""
     SERVING = "serving"
     DRAINING = "draining"
     SLEEPING = "sleeping"
@@ -60,7 +60,7 @@ class ReplicaState(StrEnum):
 
     @property
     def holds_device(self) -> bool:
-        """Whether the device is billed: all states but RETIRED and DEAD."""
+        """Whether the device is billed: in all states except RETIRED and DEAD."""
         return self not in (ReplicaState.RETIRED, ReplicaState.DEAD)
 
 
@@ -72,7 +72,7 @@ class Holding:
     replica: str
     incarnation: str
     device: str
-    """Such as `cpu-0`."""
+    """For example `cpu-0`."""
     device_kind: str
     """Key of the price book."""
     share: float
@@ -92,11 +92,11 @@ class Holding:
 
 
 PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE = "prompt_tokens_computed", "prompt_tokens_unique"
-"""Metrics of a step, by function (`name/function`): prompt tokens that it computed, and how many there are if each
-shared prefix is counted once."""
+"""Step metrics by function (`name/function`): prompt tokens computed, and prompt tokens that remain if each shared
+prefix is counted once."""
 
 PREFIX_TOKENS_EVICTED = "prefix_tokens_evicted"
-"""Metric of a step: prompt tokens that engines computed again because their cache had given the blocks away."""
+"""Step metric: prompt tokens that engines computed again because their cache had evicted the blocks."""
 
 
 class Work(StrEnum):
@@ -110,7 +110,7 @@ class Work(StrEnum):
     LOAD_WEIGHTS = "load_weights"
     SCORE = "score"
     LOGPROBS = "logprobs"
-    """A per-token output of complete groups: reference logprobs, a critic's values, a user's own."""
+    """A per-token output of complete groups: reference logprobs, a critic's values, or a user's own output."""
     EVALUATE = "evaluate"
     """Old logprobs: the policy before the first update of the step."""
     LEARN = "learn"
@@ -130,7 +130,7 @@ def added(*counts: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """One call of a function, inside a holding. Times are of the function's body, without transport."""
+    """One call of a function, inside a holding. Times cover the function's body, without transport."""
 
     function: str
     replica: str
@@ -154,7 +154,7 @@ class Invocation:
     accepted: tuple[int, ...] = ()
     """[depth]: accepted drafts."""
     draft_s: float = 0.0
-    """Seconds in which the engine looked up or computed drafts."""
+    """Seconds that the engine spent looking up or computing drafts."""
     verify_s: float = 0.0
     """Seconds of passes that verified drafts, without `draft_s`."""
 
@@ -170,11 +170,11 @@ START = "start"
 """Kind of decision: an engine has started. Inputs: seconds per phase as `PHASE_s` (StartPhase), and KV_CAPACITY."""
 
 KV_CAPACITY = "kv_capacity_tokens"
-"""Input of START: tokens that the engine's KV memory holds; absent if unknown."""
+"""Input of START: tokens that fit in the engine's KV memory; absent if unknown."""
 
 
 class StartPhase(StrEnum):
-    """Phases of an engine's start, from its actor's launch to its first load; a phase that did not happen is absent."""
+    """Phases of an engine's start, from its actor's launch to its first load. Phases that did not happen are absent."""
 
     REPLICA = "replica"
     """The actor's process, and the report of its start to the driver."""
@@ -183,7 +183,7 @@ class StartPhase(StrEnum):
     WEIGHTS_DISK = "weights_disk"
     """Reading the model's weights, mostly from disk or network."""
     WEIGHTS_CACHE = "weights_cache"
-    """Reading them, mostly from the page cache."""
+    """Reading the model's weights, mostly from the page cache."""
     COMPILE = "compile"
     GRAPHS = "graphs"
     """Capture of CUDA graphs."""
@@ -202,7 +202,7 @@ class Decision:
     step: int
     at_s: float  # unix time
     kind: str
-    """Such as `plan`, `hold`, `release`, `migrate`."""
+    """For example `plan`, `hold`, `release`, `migrate`."""
     choice: str
     inputs: dict[str, float | int | str | bool]
 
@@ -210,7 +210,7 @@ class Decision:
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     step: int
-    start_s: float  # unix time; if the step was done again after a fault, the begin of its first try
+    start_s: float  # unix time; start of the first try if the step was repeated after a fault
     end_s: float
     metrics: dict[str, float]
 
@@ -221,7 +221,7 @@ class StepRecord:
 
 
 class SleepTier(StrEnum):
-    """Where a sleeping replica's state is while its device memory is free. Processes stay up in both tiers."""
+    """Where a sleeping replica's state is while its device memory is free. Processes keep running in both tiers."""
 
     HOST = "host"
     """Weights and state are in host memory; the KV cache is dropped."""
@@ -233,9 +233,9 @@ class SleepTier(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Slept:
     tier: SleepTier
-    """The actual tier: the requested one, the replica's only one, or the one in which it slept already."""
+    """The actual tier: the requested one, the replica's only one, or the one in which it already slept."""
     freed_bytes: int
-    """Bytes released, as read from the device or, on a CPU, the processes; 0 if it slept already."""
+    """Bytes released, as read from the device or, on a CPU, from the processes; 0 if it already slept."""
     held_bytes: int
     """Bytes still held."""
 
@@ -244,17 +244,17 @@ class Slept:
 
 
 BUCKET_BYTES = 256 << 20
-"""What a learner's rank gives the engines on its GPU at a time (rlhfless.weights.buckets); a larger tensor takes
-several buckets."""
+"""Size of the buckets in which a learner's rank passes weights to the engines on its GPU (rlhfless.weights.buckets). A
+larger tensor takes several buckets."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Identity of weights: equal if run, attempt, step and digest are."""
+    """Identity of weights: equal if run, attempt, step and digest are equal."""
 
     run_id: str
     attempt: int
-    """Raised at every start or resume of the driver: the fencing token."""
+    """Incremented at every start or resume of the driver: the fencing token."""
     step: int
     """Training steps of the weights."""
     digest: str
@@ -262,7 +262,7 @@ class WeightVersion:
 
     @property
     def label(self) -> str:
-        """`run/attempt/step/digest`: how the engine records it per token."""
+        """`run/attempt/step/digest`, as the engine records it per token."""
         return f"{self.run_id}/{self.attempt}/{self.step}/{self.digest}"
 
     @classmethod
@@ -275,7 +275,7 @@ class WeightVersion:
 
 
 class WeightSample(NamedTuple):
-    """Elements of a tensor that learner and engine compare; plain data, because it goes to engine workers."""
+    """Elements of a tensor that learner and engine compare. Plain data, because it is sent to engine workers."""
 
     values: bytes
     """The elements that rlhfless.weights.samples chooses, in the published dtype."""
@@ -283,7 +283,7 @@ class WeightSample(NamedTuple):
     """Largest magnitude of each sampled row, float32, for the scales of quantised layers; empty for a vector."""
     shape: tuple[int, ...]
     dtype: str
-    """Of the published tensor, by torch's name."""
+    """Dtype of the published tensor, by torch's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ class Probe:
     token_ids: tuple[int, ...]  # [probe]
     logprobs: tuple[float, ...]  # [probe - 1]: of token i + 1 given tokens up to i, temperature 1
     samples: Mapping[str, WeightSample] = field(default_factory=dict)
-    """By tensor; empty if weights are not read back from the engine."""
+    """Samples by tensor; empty if weights are not read back from the engine."""
 
 
 @dataclass(frozen=True, slots=True)

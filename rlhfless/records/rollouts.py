@@ -1,8 +1,8 @@
 """Prompts, rollouts, scores, and the samples, groups and examples from which a step learns.
 
-A *sample* is one answer to a prompt, as a list of segments: the prompt, the model's tokens (the engine's own record, a
-Rollout), and between model turns the tokens of an environment. A *group* is a prompt and its samples; the *experience*
-of a step is its groups.
+A *sample* is one answer to a prompt, as a list of segments: the prompt, the model's tokens (a Rollout, as recorded by
+the engine), and between model turns the tokens of an environment. A *group* is a prompt and its samples. The
+*experience* of a step is its groups.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class FinishReason(StrEnum):
     """Why a response ended."""
 
     STOP = "stop"
-    """An end-of-sequence token or a stop text."""
+    """An end-of-sequence token or a stop string."""
     LENGTH = "length"
-    """max_tokens."""
+    """The response reached max_tokens."""
     ABORT = "abort"
-    """Its actor was told to stop; another actor continues from the tokens so far."""
+    """Its actor was stopped; another actor continues from the tokens so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns, for rewards."""
     source: str = ""
-    """The name of its set, if any."""
+    """The name of its data set, if any."""
     where: str = field(default="", compare=False, kw_only=True)
-    """The row in its file, as in `train.jsonl:12`, for messages."""
+    """The row in its file, for messages: `train.jsonl:12`."""
 
     @property
     def place(self) -> str:
-        """Its name in messages: the row in its file, or its id."""
+        """The prompt's name in messages: the row in its file, or its id."""
         return self.where or f"the prompt {self.prompt_id!r}"
 
 
@@ -62,7 +62,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The response that an engine generated for one sample: its reply to a request, and a row of the journal.
+    """An engine's response for one sample: the reply to a request, and a row of the journal.
 
     `logprobs` are *rollout* logprobs: of the sampled tokens at the sampling temperature.
     """
@@ -92,19 +92,19 @@ class Score:
 
     total: float
     parts: Mapping[str, float]
-    """Value of each part before its weight. A failed part is missing, or 0 if the spec says so."""
+    """Unweighted value of each part. A failed part is missing, or 0 if the spec says so."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """The cause of each failed part."""
 
     def plus(self, other: Score) -> Score:
-        """Add the score of other parts of the same rollout."""
+        """Return the sum with the score of other parts of the same rollout."""
         return Score(self.total + other.total, {**self.parts, **other.parts}, {**self.failures, **other.failures})
 
 
 def sample_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
     """Derive the seed of one sample, independent of actor and order.
 
-    63 bits of BLAKE2b: engines take signed 64-bit seeds, and Python's `hash` differs by process.
+    63 bits of BLAKE2b: engines take signed 64-bit seeds, and Python's `hash` differs between processes.
     """
     text = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
@@ -122,7 +122,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GivenSegment:
-    """Tokens that the policy has read and not generated: nothing is learned from them."""
+    """Tokens that the policy has read but not generated. They are excluded from learning."""
 
     source: Source
     token_ids: IntArray  # [segment]
@@ -134,16 +134,16 @@ Segment = GivenSegment | Rollout
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer to a prompt. The first segment is the prompt, and at least one is a Rollout.
+    """One answer to a prompt. The first segment is the prompt, and at least one segment is a Rollout.
 
-    Fields after `segments` are empty until their stage has set them. Per-token values cover the generated tokens of all
+    Fields after `segments` are empty until their stage sets them. Per-token values cover the generated tokens of all
     segments: `[model tokens]`.
     """
 
     segments: tuple[Segment, ...]
     score: Score | None = None
     columns: Mapping[str, FloatArray] = field(default_factory=dict)
-    """Per-token outputs by name, each `[model tokens]`: reference logprobs, and those of user functions."""
+    """Per-token outputs by name, each `[model tokens]`: reference logprobs, and outputs of user functions."""
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -232,23 +232,23 @@ class Experience:
         return tuple(sample.scored for sample in self.samples)
 
     def failed(self) -> Iterator[Sample]:
-        """The samples for which a reward failed."""
+        """Return the samples with a failed reward."""
         return (sample for sample in self.samples if sample.scored.failures)
 
 
 @dataclass(frozen=True, slots=True)
 class Example(Prompt):
-    """A prompt with its demonstrated response, or with the chosen and then the rejected one."""
+    """A prompt with its demonstrated response, or with the chosen and then the rejected response."""
 
     sequences: tuple[tuple[int, ...], ...] = ()
     """Token ids of prompt and response, per response."""
     learned_from: tuple[int, ...] = ()
     """Position of the first learned token, per sequence."""
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Learned positions [start, end), per sequence; from `learned_from` on if empty."""
+    """Learned positions [start, end) per sequence. If empty, all positions from `learned_from` on are learned."""
 
     def learned(self, index: int) -> list[bool]:
-        """Return which tokens of a sequence are learned."""
+        """Return which tokens of a sequence are learned, as `[sequence]` booleans."""
         length = len(self.sequences[index])
         spans = self.spans[index] if self.spans else ((self.learned_from[index], length),)
         return [any(start <= position < end for start, end in spans) for position in range(length)]

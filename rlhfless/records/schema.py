@@ -1,9 +1,9 @@
 """The columns of a trace, and reading and writing its files.
 
-Any change of a column (name, type, unit, meaning) raises the version; a reader accepts this version and those in ADDED:
-a misread bill is worse than a refusal. Units are in column names (`_s`, `_tokens`, `_bytes`); times are unix time.
-Enums are text, so files can be read without this package; mixed types (`Decision.inputs`, prompt columns) are JSON
-text. docs/trace.md explains every column.
+Any change of a column (name, type, unit, meaning) raises the version. A reader accepts this version and those in ADDED,
+because a misread bill is worse than a refusal. Units are in column names (`_s`, `_tokens`, `_bytes`); times are unix
+time. Enums are text, so files can be read without this package. Mixed types (`Decision.inputs`, prompt columns) are
+JSON text. docs/trace.md explains every column.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADDED: Mapping[int, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         5: _TEXT,
     }
 )
-"""Readable earlier versions: the columns that a table lacked, with the value for all rows."""
+"""Readable earlier versions: the columns that each table lacked, with the value for all rows."""
 
 NAME_KEY = b"rlhfless.table"
 """Parquet metadata: the table's name."""
@@ -149,19 +149,19 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
         ),
     }
 )
-"""Each table is a folder of the trace. Tables are written in this order: a step's records are on disk before its row in
-`steps`."""
+"""The tables, each a folder of the trace. Tables are written in this order, so a step's records are on disk before its
+row in `steps`."""
 
 
 # -- files
 
 
 def write_part(path: Path, schema: pa.Schema, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Write rows, each in the order of the schema's columns, as one Parquet file."""
+    """Write rows, with values in schema order, as one Parquet file."""
     columns = zip(*rows, strict=True)
     arrays = [pa.array(column, type=field.type) for field, column in zip(schema, columns, strict=True)]
     table = pa.Table.from_arrays(arrays, schema=schema)
-    # Dictionaries suit names, which repeat. For logprobs, which do not, they take ten times as long as all the rest.
+    # Dictionaries suit names, which repeat. For logprobs, which do not, they take ten times as long as everything else.
     names = [field.name for field in schema if field.type == pa.string()]
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=names)
@@ -169,7 +169,7 @@ def write_part(path: Path, schema: pa.Schema, rows: Sequence[tuple[Any, ...]]) -
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Write bytes so that `path` is whole or absent, even after a power failure."""
+    """Write bytes so that `path` is complete or absent, even after a power failure."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -181,7 +181,7 @@ def write_whole(path: Path, content: Any) -> None:
 def read_part(path: Path, name: str) -> pa.Table:
     """Read one file of the table `name`. Raises TraceError unless its columns and version are right."""
     try:
-        with path.open("rb") as stream:  # pyarrow itself takes no path that is not UTF-8
+        with path.open("rb") as stream:  # pyarrow itself accepts no path that is not UTF-8
             return _table(path, pq.ParquetFile(stream), name)
     except (pa.ArrowInvalid, OSError) as error:
         raise TraceError(f"{path} is not a Parquet file ({error}); move it away to read the rest") from error
@@ -212,7 +212,7 @@ def _table(path: Path, file: pq.ParquetFile, name: str) -> pa.Table:
 
 
 def check_version(path: Path, version: object) -> None:
-    """Raises TraceError unless `version`, found in `path`, is readable."""
+    """Require a readable trace version, as found in `path`. Raises TraceError."""
     known = (*ADDED, TRACE_VERSION)
     if version not in known:
         readable = f"{', '.join(map(str, known[:-1]))} and {known[-1]}"

@@ -5,12 +5,12 @@
       holdings/    <part>.parquet   one folder per table of rlhfless.records.schema
       invocations/ prompts/ rollouts/ steps/ decisions/
 
-Each flush writes one part per table with new rows, under a temporary name, synced and renamed: a dead run loses at most
-what came after its last flush. Nothing is rewritten except meta.json, by a later attempt; part names carry the attempt.
-A repeated step appears twice in holdings and invocations, because it was paid for twice.
+Each flush writes one part per table with new rows, under a temporary name, synced and renamed. A dead run loses at most
+the records after its last flush. Nothing is rewritten except meta.json, by a later attempt; part names contain the
+attempt. A repeated step appears twice in holdings and invocations, because it was paid for twice.
 
-Texts and tokens are recorded only with `logging.record_tokens`, so that a trace can be shared. One writer belongs to
-one thread.
+Texts and tokens are recorded only with `logging.record_tokens`, so that a trace can be shared. A writer must be used
+from one thread.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TraceMeta:
     run_id: str
     attempt: int
     prices: Mapping[str, Any]
-    """Snapshot of the price book (`PriceBook.snapshot()`): a later edit must not change the bill."""
+    """Snapshot of the price book (`PriceBook.snapshot()`), because a later edit must not change the bill."""
     spec: Mapping[str, Any]
     """The RunSpec as JSON values."""
     machine: Mapping[str, Any]
@@ -81,7 +81,7 @@ class TracedRollout:
     cached_tokens: int
     reward: float
     reward_parts: Mapping[str, float]
-    reward_failures: Mapping[str, str]  # part to cause; empty as a rule
+    reward_failures: Mapping[str, str]  # part to cause; usually empty
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     actor: str
@@ -90,7 +90,7 @@ class TracedRollout:
     token_ids: tuple[int, ...] | None  # [response]; None unless tokens were recorded
     logprobs: tuple[float, ...] | None  # [response]; rollout logprobs
     text: str | None = None
-    """What rewards saw; None unless tokens were recorded."""
+    """The text that rewards saw; None unless tokens were recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +99,16 @@ class TracedPrompt:
 
     prompt_id: str
     source: str
-    """The name of its set, if any."""
+    """The name of its data set, if any."""
     text: str
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any]
-    """Values that JSON lacks are texts."""
+    """Values that JSON lacks are strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All records of a run, in the order they were written."""
+    """All records of a run, in the order in which they were written."""
 
     meta: TraceMeta
     holdings: tuple[Holding, ...] = ()
@@ -117,7 +117,7 @@ class Trace:
     steps: tuple[StepRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()
     prompts: tuple[TracedPrompt, ...] = ()
-    """Empty unless tokens were recorded; each attempt writes its own."""
+    """Empty unless tokens were recorded. Each attempt writes its own rows."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -132,11 +132,11 @@ def describe_machine() -> dict[str, Any]:
 
 
 class TraceWriter:
-    """Append to the trace in `folder`, created if missing. Rows are converted and written by `flush`, so a step does
-    not wait.
+    """Appends to the trace in `folder`, created if missing. Only `flush` converts and writes rows, so a step does not
+    wait.
 
     With `record_tokens`, texts, token ids and logprobs of rollouts are kept, and each prompt once. Raises TraceError if
-    `folder` holds another run, or this attempt or a later one.
+    `folder` holds another run, this attempt, or a later attempt.
     """
 
     def __init__(self, folder: str | os.PathLike[str], meta: TraceMeta, record_tokens: bool) -> None:
@@ -148,11 +148,11 @@ class TraceWriter:
         self._closed = False
         self._records: dict[str, list[Any]] = {name: [] for name in TABLES}
         self._prompts: set[str] = set()
-        """Ids of the prompts that were added."""
+        """Ids of the prompts added so far."""
         _refuse_other_run(self._folder, meta)
         for name in TABLES:
             (self._folder / name).mkdir(parents=True, exist_ok=True)
-        # A trace is handed on; its reader needs no secrets of the spec.
+        # Traces are shared; their readers need no secrets of the spec.
         text = json.dumps(redacted({"trace_version": TRACE_VERSION, **asdict(meta)}), indent=2)
         write_whole(self._folder / META_FILE, text.encode())
 
@@ -169,7 +169,7 @@ class TraceWriter:
             self._prompts.add(prompt.prompt_id)
 
     def add_rollout(self, step: int, rollout: Rollout, score: Score, prompt_tokens: int) -> TracedRollout:
-        """Add a scored rollout of `step`; return its record without tokens."""
+        """Add a scored rollout of `step`, and return its record without tokens."""
         traced = TracedRollout(
             step=step,
             prompt_id=rollout.prompt_id,
@@ -199,7 +199,7 @@ class TraceWriter:
         self._add("decisions", decision)
 
     def flush(self, step: int) -> None:
-        """Write all records added so far; `step` only names the parts. Records that could not be written (OSError) stay
+        """Write all records added so far. `step` only names the parts. Records that could not be written (OSError) stay
         for the next flush."""
         self._step = step
         for name, records in self._records.items():
@@ -210,7 +210,7 @@ class TraceWriter:
                 records.clear()
 
     def close(self) -> None:
-        """Flush the remaining rows. Adding afterwards raises TraceError; closing twice does nothing."""
+        """Flush the remaining rows. Later additions raise TraceError. Idempotent."""
         if not self._closed:
             self.flush(self._step)
             self._closed = True
@@ -265,7 +265,7 @@ _ROW: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
 
 
 def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
-    """Read a trace as records; without `tokens`, its bulk is skipped.
+    """Read a trace as records. Without `tokens`, skip its largest columns.
 
     Raises TraceError, naming the file, for an unknown version, a missing or mistyped column, or a file that is not
     Parquet. Temporary files of a dead writer are ignored.
@@ -292,8 +292,8 @@ def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
 
 
 def newest_responses(folder: str | os.PathLike[str], most_tokens: int) -> Iterator[tuple[str, IntArray]]:
-    """Yield prompt ids and response tokens, newest first, up to `most_tokens`; none without `logging.record_tokens`.
-    Raises TraceError."""
+    """Yield prompt ids and response tokens, newest first, up to `most_tokens` in total; none without
+    `logging.record_tokens`. Raises TraceError."""
     for path in sorted((Path(folder) / "rollouts").glob("*.parquet"), reverse=True):
         table = read_part(path, "rollouts").select(["prompt_id", "token_ids"])
         for row in reversed(table.to_pylist()):
@@ -306,7 +306,7 @@ def newest_responses(folder: str | os.PathLike[str], most_tokens: int) -> Iterat
 
 
 def trace_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return the trace folder, given that folder or the run's."""
+    """Return the trace folder, given that folder or the run's folder."""
     inner = Path(folder) / TRACE_FOLDER
     return inner if inner.is_dir() else Path(folder)
 
@@ -314,7 +314,7 @@ def trace_folder(folder: str | os.PathLike[str]) -> Path:
 def read_tables(folder: str | os.PathLike[str]) -> dict[str, pa.Table]:
     """Read the trace as Arrow tables.
 
-    A run may be writing: steps are read first, so that all records of a read step are found.
+    The run may still be writing: steps are read first, so that all records of a read step are found.
     """
     read_meta(folder)
     tables = {name: _read_table(Path(folder), name) for name in reversed(list(TABLES))}
@@ -398,9 +398,9 @@ class Comparison:
     """Samples of two runs, compared by key."""
 
     compared: int
-    """Samples that both runs have."""
+    """Number of samples that both runs have."""
     identical: int
-    """Samples with the same tokens."""
+    """Number of samples with the same tokens."""
     first_difference: Key | None
     """The first sample that differs."""
     only_in_first: int

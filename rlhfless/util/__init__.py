@@ -1,1 +1,1 @@
-"""Helpers without knowledge of runs: processes, files, text, tasks. Imports nothing of rlhfless."""
+"""Helpers that know nothing about runs: processes, files, text, tasks. Imports no other package of rlhfless."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """An error that the user can correct. Its text is the whole message: what is wrong, where, and the hint."""
+    """An error that the user can correct. Its text is the complete message: the problem, its place, and a hint."""
 
     status = 2
     """Exit code of a command that this error ends."""
     where = ""
-    """The field of the spec that the error is about; empty if there is none."""
+    """The field of the spec at fault; empty if there is none."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its class if it has no text."""
+    """Return the first line of an error's text, or its class name if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -1,7 +1,7 @@
-"""Folders that one user alone can enter: made so, corrected, or refused; and files that are written whole, or locked.
+"""Private folders (created, corrected or refused), and files that are written atomically or locked.
 
-A folder with a name that another user can guess, below a folder that all users may write to, may be the other user's:
-what is in it is not trusted before its owner is checked.
+If another user can guess a folder's name, and all users may write to its parent, the folder may belong to that user.
+Its contents are not trusted before its owner is checked.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rlhfless.util.errors import UserError
 PRIVATE = 0o700
 
 OTHERS = 0o077
-"""The rights of the group and of all others; as an umask, what is made has none of them."""
+"""The permissions of group and others. As an umask, it removes them from new files."""
 
 
 class NotPrivate(UserError):
-    """A folder belongs to another user, or another user could put other content in its place."""
+    """A folder belongs to another user, or another user could replace its contents."""
 
 
 _LOCK_POLL_S = 0.01
@@ -33,14 +33,14 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def in_memory(folder: Path) -> bool:
-    """Whether the folder, which is there, is in a file system that is in memory."""
+    """Return whether the existing folder is in an in-memory file system."""
     path = folder.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in _IN_MEMORY
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a file that its readers never see half written, readable for its user alone."""
+    """Replace a file atomically, with permissions for its user only."""
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
         stream.write(text)
@@ -48,7 +48,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def lock(file: Path) -> IO[str] | None:
-    """A file, locked until it is closed; None if another process has locked it."""
+    """Return the file, locked until it is closed; None if another process has locked it."""
     stream = file.open("w")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,9 +59,11 @@ def lock(file: Path) -> IO[str] | None:
 
 
 def wait_for_lock(stream: IO[str], how: int, timeout_s: float) -> bool:
-    """Locks an open file, shared or exclusively (`fcntl.LOCK_SH`, `LOCK_EX`), until it is closed; waits while another
-    process has locked it. Returns False if it is still locked after `timeout_s`. The kernel frees the lock of a process
-    that dies."""
+    """Lock an open file, shared or exclusively (`fcntl.LOCK_SH`, `LOCK_EX`), until it is closed.
+
+    Return False if another process still holds the lock after `timeout_s`. The kernel releases the lock of a process
+    that dies.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -74,13 +76,15 @@ def wait_for_lock(stream: IO[str], how: int, timeout_s: float) -> bool:
 
 
 def home() -> Path:
-    """Where this user's caches, models and logs of engines are on this machine."""
+    """Return the folder of this user's caches, models and engine logs on this machine."""
     return Path(os.environ.get("RLHFLESS_HOME") or Path.home() / ".cache" / "rlhfless").absolute()
 
 
 def private(folder: Path) -> Path:
-    """The folder, made if it is missing, with mode 0700, whatever the umask. Raises NotPrivate if it, or the link that
-    leads to it, is another user's."""
+    """Return the folder with mode 0700 whatever the umask, created if missing.
+
+    Raises NotPrivate if another user owns the folder or the link to it.
+    """
     folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     for status, what in ((folder.lstat(), "it"), (folder.stat(), "what it leads to")):
         is_link = stat.S_ISLNK(status.st_mode)
@@ -95,8 +99,10 @@ def private(folder: Path) -> Path:
 
 
 def require_safe_place(folder: Path) -> None:
-    """Raises NotPrivate if a user other than the owners of the folders above could move it away, and put another in
-    its place: a folder above it is writable for all users, and is not sticky as /tmp is."""
+    """Require that no other user can replace the folder.
+
+    Raises NotPrivate if a folder above it is writable for all users and not sticky, unlike /tmp.
+    """
     path = folder.absolute()
     above_it = {each.resolve() for each in (*path.parents, *path.resolve().parents) if each.exists()}
     for above in sorted(above_it):

@@ -1,4 +1,4 @@
-"""The host's memory that is free."""
+"""Free memory of the host."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 import psutil
 
 COPIES_SHARE = 0.5
-"""The share of a node's free memory that copies of a state may take: the rest is for what works beside."""
+"""Maximum share of a node's free memory for copies of a state. The rest is for other processes."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int:
-    """Return the bytes that this process can still allocate: of the machine, or of its container if that has less.
+    """Return the bytes that this process can still allocate, limited by the machine and its container.
 
-    The kernel drops inactive page cache before it kills anything, so files that were read or written once do not count
-    as used; kubelet's working set leaves them out, too. Shared memory is not in `inactive_file` and counts.
+    The kernel drops inactive page cache before it kills any process, so files that were read or written once do not
+    count as used; kubelet's working set excludes them, too. Shared memory is not in `inactive_file`, and counts.
     """
     free = psutil.virtual_memory().available
     try:
@@ -25,5 +25,5 @@ def free_bytes() -> int:
             return free
         counters = dict(line.split() for line in stat.splitlines())
         return min(free, int(limit) - int(used) + int(counters["inactive_file"]))
-    except (OSError, ValueError, KeyError):  # not in a container of cgroup version 2
+    except (OSError, ValueError, KeyError):  # not in a cgroup v2 container
         return free

@@ -1,4 +1,4 @@
-"""Secrets in what users see, and in what is kept: values of keys that are called so, and passwords in URLs. Pure."""
+"""Redacts secrets in displayed and stored values: values of keys with secret names, and passwords in URLs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN_KEY = re.compile(r"\brlk_[\w-]{8,}")
 
 
 def redacted(value: Any) -> Any:
-    """The value with its secrets replaced by ***."""
+    """Return the value with its secrets replaced by ***."""
     if isinstance(value, dict):
         return {
             key: HIDDEN if _is_secret(key, inner) else redacted(inner)
@@ -27,17 +27,17 @@ def redacted(value: Any) -> Any:
 
 
 def redacted_text(text: str) -> str:
-    """A text, such as a message or lines of a log."""
+    """Return a text, such as a message or log lines, with its secrets replaced by ***."""
     text = _USER_IN_URL.sub(rf"\1{HIDDEN}@", text)
     text = _SECRET_IN_QUERY.sub(rf"\1{HIDDEN}", text)
     return _OWN_KEY.sub(HIDDEN, _BEARER.sub(rf"\1{HIDDEN}", text))
 
 
 def _is_secret(key: Any, value: Any) -> bool:
-    # Counts of tokens are no secrets: max_tokens: 512, micro_batch_tokens: auto.
+    # Counts of tokens are not secrets: max_tokens: 512, micro_batch_tokens: auto.
     return isinstance(key, str) and isinstance(value, str) and value != "auto" and bool(_SECRET_KEY.search(key))
 
 
 def user_in(url: str) -> bool:
-    """A URL has a user, or a password, before its host."""
+    """Return whether a URL has a user or password before its host."""
     return bool(_USER_IN_URL.match(url))

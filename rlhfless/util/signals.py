@@ -1,10 +1,9 @@
-"""Ctrl-C, SIGTERM (Kubernetes, Slurm, `docker stop`, a shell's `kill`) and SIGHUP (a closed terminal) end a command the
-same way: in order. A signal that is ignored at the start, as `nohup` ignores SIGHUP, stays ignored.
+"""Clean shutdown on Ctrl-C, SIGTERM (Kubernetes, Slurm, `docker stop`, a shell's `kill`) and SIGHUP (a closed
+terminal). A signal that is ignored at the start, as `nohup` ignores SIGHUP, stays ignored.
 
-A run stops in order on the first signal, within `timeouts.stop_s`. A second signal only shows how to hurry, because
-launchers often pass the same signal on twice (`timeout`, a terminal with a wrapper in between). The third signal, or
-the end of that time, kills every process that the run has started, and the run itself: no process is left behind,
-whatever hangs.
+A run shuts down cleanly on the first signal, within `timeouts.stop_s`. A second signal only shows how to force the
+exit, because launchers often forward the same signal twice (`timeout`, a terminal with a wrapper in between). The third
+signal, or the timeout, kills the run and every process it has started, so no process is left behind.
 
 Python's defaults do not suit a run: asyncio answers a second Ctrl-C with an exception in the middle of the clean-up,
 SIGTERM ends the interpreter without any clean-up, and Ray turns it into an abort.
@@ -30,11 +29,11 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 AT_ONCE = 3
-"""The number of the signal, counted from 1, that ends the orderly stop."""
+"""Number of the signal, counted from 1, that aborts the clean shutdown."""
 
 UNHEARD_S = 1.0
-"""A run whose event loop has not heard the first signal by then is busy with one long computation, which is broken
-off."""
+"""Delay after which a run whose event loop has not handled the first signal is considered busy with one long
+computation, and that computation is interrupted."""
 
 KILL_ROUNDS = 5
 KILL_S = 2.0
@@ -51,12 +50,12 @@ _is_command = False
 
 
 def exit_code() -> int:
-    """The exit code of a command that was interrupted: 128 + the number of the signal."""
+    """Return the exit code of an interrupted command: 128 + the number of the signal."""
     return 128 + _ended_by
 
 
 def ignore() -> None:
-    """Ignore signals after a command other than `run` has cleaned up: a signal would only change its exit code.
+    """Ignore signals after a command other than `run` has cleaned up, because a signal would only change its exit code.
 
     Does nothing in a process that has called the command as a function.
     """
@@ -65,8 +64,7 @@ def ignore() -> None:
 
 
 def terminate_as_ctrl_c() -> None:
-    """From here on SIGTERM and SIGHUP act like Ctrl-C, each with its own exit code: KeyboardInterrupt triggers all
-    clean-up."""
+    """Make SIGTERM and SIGHUP act like Ctrl-C, each with its own exit code: KeyboardInterrupt triggers all clean-up."""
 
     def received(number: int, frame: FrameType | None) -> None:
         global _ended_by
@@ -74,7 +72,7 @@ def terminate_as_ctrl_c() -> None:
         ctrl_c = signal.getsignal(signal.SIGINT)
         if callable(ctrl_c):
             ctrl_c(signal.SIGINT, frame)
-        else:  # a shell makes its background commands ignore SIGINT
+        else:  # shells make background commands ignore SIGINT
             raise KeyboardInterrupt
 
     global _is_command
@@ -85,13 +83,15 @@ def terminate_as_ctrl_c() -> None:
 
 
 def hangups_blocked() -> None:
-    """Block SIGHUP in this thread, and in all processes that it starts: a terminal that is closed sends it to each
-    process of the run, and an orderly stop needs them."""
+    """Block SIGHUP in this thread and in all processes that it starts.
+
+    A closed terminal sends SIGHUP to each process of the run, but a clean shutdown needs these processes.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 
 class Interrupted(Exception):
-    """A run was stopped by a signal, and has stopped in order."""
+    """A signal stopped the run, and it has shut down cleanly."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -103,7 +103,7 @@ class Interrupted(Exception):
 
 
 class OrderlyStop:
-    """Runs a coroutine that the signals of this process cancel, once."""
+    """Runs a coroutine, once, that the signals of this process cancel."""
 
     def __init__(self, grace_s: float, say: Callable[[str], None], at_once: Callable[[], None]) -> None:
         """`say` shows a line to the user; `at_once` removes files that no process can remove after all are killed."""
@@ -113,12 +113,13 @@ class OrderlyStop:
         self._count = 0
         self._first: int | None = None
         self._heard = threading.Event()
-        """Nothing is left to break off: the event loop has heard the first signal, or has ended."""
+        """Set when nothing is left to interrupt: the event loop has handled the first signal, or has ended."""
         self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Like `asyncio.run`. Raises Interrupted if a signal stopped it, whatever the clean-up raised."""
+        """Run a coroutine like `asyncio.run`. Raises Interrupted if a signal stopped it, regardless of errors in the
+        clean-up."""
         with self._handled():
             try:
                 return asyncio.run(self._main(main))
@@ -138,21 +139,20 @@ class OrderlyStop:
 
     @contextmanager
     def _handled(self) -> Iterator[None]:
-        """Handle the signals within the block. An ignored SIGINT stays ignored: a shell does that for background
-        commands."""
+        """Handle the signals within the block. An ignored SIGINT stays ignored, as in a shell's background commands."""
         taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._received) for number in taken}
         try:
             yield
         finally:
-            # If the end of the interpreter hangs, the next signal or the clock ends it.
+            # If the end of the interpreter hangs, the next signal or the timer ends it.
             if self._first is None:
                 for number, handler in before.items():
                     signal.signal(number, handler)
 
     def _received(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP and self._count:
-            return  # shell and kernel both send it; nobody asks to hurry
+            return  # both shell and kernel send it; it is no request to hurry
         # While Ray starts, its own handler runs first and sets an alarm that would abort this process.
         signal.alarm(0)
         self._count += 1
@@ -168,7 +168,7 @@ class OrderlyStop:
 
     def _in_loop(self, act: Callable[[], None]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # it has ended already
+            with suppress(RuntimeError):  # the loop has already ended
                 self._loop.call_soon_threadsafe(act)
 
     def _stop(self) -> None:
@@ -183,8 +183,8 @@ class OrderlyStop:
             self._say(f"{signal.Signals(self._first).name}: stopping in order, for at most {self._grace_s:g} s")
 
     def _break_off(self, thread: int) -> None:
-        """Raise CancelledError in whatever the event loop's thread is computing: the task that it belongs to ends as
-        if it had been cancelled."""
+        """Raise CancelledError in the current computation of the event loop's thread, so that its task ends as if
+        cancelled."""
         if not self._heard.is_set():
             self._answer()
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(asyncio.CancelledError))
@@ -208,8 +208,8 @@ def _after(wait_s: float, act: Callable[..., object], *given: object) -> None:
 
 
 def kill_offspring() -> None:
-    """Kill all descendants of this process, in whatever session they are."""
-    # From here on the kernel makes orphans children of this process, so that no process escapes by its parent's death.
+    """Kill all descendants of this process, in any session."""
+    # Make orphans children of this process, so that no process escapes when its parent dies.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for _ in range(KILL_ROUNDS):

@@ -1,4 +1,4 @@
-"""The end of a log file, whatever its size."""
+"""The end of a log file of any size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from rlhfless.util.text import legible
 
 MOST_BYTES = 512 << 10
-"""Read of one file at most: some thousand lines."""
+"""Maximum bytes read from a file: a few thousand lines."""
 
 
 def tail(file: Path, lines: int) -> str:
-    """The last lines of a file, with control characters as escapes; empty if there is no such file."""
+    """Return the last lines of a file, with control characters escaped; empty if the file does not exist."""
     try:
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
@@ -23,5 +23,5 @@ def tail(file: Path, lines: int) -> str:
     text = legible(content.decode("utf-8", "replace").replace("\r\n", "\n"))
     complete = text.splitlines()
     if start:
-        complete = complete[1:]  # the first one is cut
+        complete = complete[1:]  # the first line is incomplete
     return "".join(f"{line}\n" for line in complete[-lines:])

@@ -1,4 +1,4 @@
-"""Coroutines that run at the same time and raise one error instead of a group of errors."""
+"""Concurrent coroutines that raise a single error instead of a group of errors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ T = TypeVar("T")
 
 
 async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run coroutines at the same time and return their results, in order.
+    """Run coroutines concurrently, and return their results in order.
 
-    The first failure cancels the others, which are waited for, and is raised as itself. Not asyncio's TaskGroup: in
-    Python 3.11 that leaves the caller marked as cancelled after a failure (`Task.cancelling`), as if the run were told
-    to stop.
+    The first failure cancels the others, waits for them, and is raised unwrapped. Not asyncio's TaskGroup: in Python
+    3.11 it leaves the caller marked as cancelled after a failure (`Task.cancelling`), as if the run had been stopped.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     ended: set[asyncio.Task[Any]] = set()
@@ -33,14 +32,14 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 async def beside(work: Coroutine[Any, Any, T], companion: Coroutine[Any, Any, None] | None) -> T:
-    """The result of `work`. `companion` runs as long as it does, and is cancelled with its end; a failure of either
-    ends both, and is raised."""
+    """Return the result of `work` while running `companion`, which is cancelled when `work` ends. A failure of either
+    cancels both and is raised."""
     if companion is None:
         return await work
     main, other = asyncio.create_task(work), asyncio.create_task(companion)
     try:
         await asyncio.wait([main, other], return_when=asyncio.FIRST_COMPLETED)
-        if not main.done() and other.exception() is None:  # it has nothing more to do
+        if not main.done() and other.exception() is None:  # the companion ended without an error
             await asyncio.wait([main])
     finally:
         for task in (main, other):
@@ -56,9 +55,9 @@ async def _settled(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine that must not be left half done, such as an orderly stop, even if this task is cancelled.
+    """Await a coroutine that must not be interrupted, such as a clean shutdown, even if this task is cancelled.
 
-    Raises what the coroutine raised, or else CancelledError after its end.
+    Raises any error of the coroutine, or else CancelledError after its end.
     """
     task = asyncio.ensure_future(coroutine)
     cancelled: asyncio.CancelledError | None = None
@@ -74,6 +73,6 @@ async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_stopping() -> bool:
-    """Whether this task was cancelled. A fault at the same moment may have taken the place of CancelledError."""
+    """Return whether this task was cancelled. A simultaneous fault may have replaced the CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,10 +1,9 @@
-"""Text from outside, escaped so that every store keeps it and every log and terminal shows it.
+"""Escapes external text so that every store accepts it and every log and terminal shows it.
 
-A Python text may contain characters that UTF-8 cannot encode: a lone surrogate, as in a file name that is not UTF-8, or
-in JSON escapes that were cut off. Parquet, SQLite and a UTF-8 file refuse it, so one such character in a reward's error
-would end a run. It is written as its escape (`\\udcff`), where the text enters: rewards' errors, responses, columns,
-faults of replicas. Where the text itself must not change (a path, a prompt that is tokenised), it is refused there
-instead.
+A Python string may contain characters that UTF-8 cannot encode: a lone surrogate, as in a file name that is not UTF-8,
+or in truncated JSON escapes. Parquet, SQLite and UTF-8 files refuse it, so one such character in a reward's error would
+end a run. It is replaced by its escape (`\\udcff`) where the text enters: rewards' errors, responses, columns, faults
+of replicas. Where the text itself must not change (a path, a prompt to be tokenised), it is refused instead.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from typing import Any, TextIO
 
 # NUL ends a text for SQLite's own functions and for every reader written in C.
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
-# All control characters but tab and line feed: ESC would let a text from outside write anywhere on a terminal.
+# All control characters but tab and line feed: ESC would let external text write anywhere on a terminal.
 _ILLEGIBLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def storable(text: str) -> str:
-    """The text with lone surrogates and NUL as escapes, `\\udcff` and `\\x00`; any other text as it is."""
+    """Return the text with lone surrogates and NUL escaped, as `\\udcff` and `\\x00`; other characters are
+    unchanged."""
     return _UNSTORABLE.sub(_escape, text)
 
 
 def storable_values(value: Any) -> Any:
-    """`storable` for all texts in lists, tuples and mappings, keys included; other values as they are."""
+    """Apply `storable` to all strings in lists, tuples and mappings, including keys; other values are unchanged."""
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, Mapping):
@@ -38,12 +38,12 @@ def storable_values(value: Any) -> Any:
 
 
 def legible(text: str) -> str:
-    """`storable`, and control characters but tab and line feed as escapes: for messages, logs and terminals."""
+    """Apply `storable`, and escape control characters but tab and line feed, for messages, logs and terminals."""
     return _ILLEGIBLE.sub(_escape, text)
 
 
 class WrittenFloat(float):
-    """A number with the text that the data has for it: `1.50` is the float 1.5, and as a text `1.50`."""
+    """A float with its text in the data: `1.50` is the float 1.5, and `1.50` as a string."""
 
     text: str
 
@@ -60,10 +60,11 @@ class WrittenFloat(float):
 
 
 def parsed_json(text: str | bytes, *, as_written: bool = False) -> Any:
-    """JSON from outside; `as_written` keeps the text of numbers. Raises ValueError with one line on whatever is wrong
-    with it.
+    """Parse external JSON. `as_written` keeps the text of numbers. Raises ValueError with a one-line message for any
+    fault.
 
-    Beside bad syntax: bytes that are no text, more levels than Python's stack, numbers of more than 4,300 digits.
+    Covers, besides bad syntax, bytes that are not text, more levels than Python's stack, and numbers of over 4,300
+    digits.
     """
     try:
         return json.loads(text, parse_float=WrittenFloat if as_written else None)
@@ -75,7 +76,7 @@ def parsed_json(text: str | bytes, *, as_written: bool = False) -> Any:
 
 
 def tolerant(stream: TextIO) -> TextIO:
-    """The stream, which from now on writes characters that its encoding lacks as escapes, instead of raising."""
+    """Make the stream escape characters that its encoding lacks instead of raising, and return it."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     return stream

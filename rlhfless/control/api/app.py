@@ -103,9 +103,7 @@ async def _fault(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _http(request: Request, error: HTTPException) -> JSONResponse:
-    if (
-        error.status_code == 400
-    ):  # FastAPI's only use of 400: a body that it cannot parse for a reason other than JSON syntax
+    if error.status_code == 400:  # FastAPI's only use of 400: a body that it cannot read as JSON
         message = "the body: is no JSON that can be read: it is not UTF-8, or nested too deeply"
         return ApiError(422, "invalid_request", message).response()
     code, what = {
