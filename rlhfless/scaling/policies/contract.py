@@ -1,6 +1,6 @@
-"""The goal of a plan: the contract of one step.
+"""Contracts: the goals of a step's plan.
 
-The contract of a run (`RunContract`) may be for all its steps together; `contract_for_step` computes a step's share of
+The contract of a run (`RunContract`) may cover all its steps together; `contract_for_step` computes a step's share of
 the rest.
 """
 
@@ -22,18 +22,19 @@ class RunContract:
     step_contracts: tuple[ContractSpec, ...] = ()
     """One contract per step if they differ; `contract` applies to the steps after the last of these."""
     span: int | None = None
-    """Steps that a limit `per: run` is for, counted from step 0 in turn: an epoch's; the whole run's if None."""
+    """Number of steps that a limit `per: run` covers, counted from step 0: an epoch, for example. The whole run if
+    None."""
 
     def of_step(self, step: int) -> ContractSpec:
-        """The contract of the step with this number in the run, counted from 0."""
+        """Return the contract of the step with this number in the run, counted from 0."""
         return self.step_contracts[step] if step < len(self.step_contracts) else self.contract
 
     def opens(self, step: int) -> bool:
-        """Whether the time and cost of a limit `per: run` are counted from this step on."""
+        """Return whether the time and cost of a limit `per: run` are counted from this step on."""
         return step % self._span == 0
 
     def steps_left(self, step: int) -> int:
-        """Steps, including this one, that share its limit; at least 1."""
+        """Return the number of steps, including this one, that share its limit; at least 1."""
         end = min((step // self._span + 1) * self._span, self.steps)
         return max(end - step, 1)
 
@@ -44,7 +45,7 @@ class RunContract:
 
 @dataclass(frozen=True, slots=True)
 class CheapestUnderDeadline:
-    """The least cost of a step's generation that ends within `deadline_s` of the step's start."""
+    """Contract: the least cost of a step's generation that ends within `deadline_s` of the step's start."""
 
     deadline_s: float
 
@@ -54,7 +55,7 @@ class CheapestUnderDeadline:
 
 @dataclass(frozen=True, slots=True)
 class FastestUnderBudget:
-    """The earliest end of a step's generation that costs at most `budget_usd`."""
+    """Contract: the earliest end of a step's generation that costs at most `budget_usd`."""
 
     budget_usd: float
 
@@ -64,10 +65,10 @@ class FastestUnderBudget:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """The least of `time_weight x time / T0 + (1 - time_weight) x cost / C0`.
+    """Contract: the least `time_weight x time / T0 + (1 - time_weight) x cost / C0`.
 
-    T0 is the time of the fastest plan of this step and C0 the cost of its cheapest, so a weight means the same for
-    every workload: at 0.5, one percent above the least time weighs as much as one percent above the least cost.
+    T0 is the time of this step's fastest plan and C0 the cost of its cheapest, so a weight means the same for every
+    workload: at 0.5, one percent above the least time weighs the same as one percent above the least cost.
     """
 
     time_weight: float
@@ -88,7 +89,7 @@ def contract_for_step(
     other_s: float = 0.0,
     other_usd: float = 0.0,
 ) -> Contract:
-    """The step's share of the contract: an equal part of the rest for each of `steps_left` steps.
+    """Return the step's share of the contract: an equal part of the rest for each of `steps_left` steps.
 
     `spent_s` and `spent_usd` are the time and cost of the run so far; `other_s` and `other_usd` are the time and cost
     of a step outside generation. Both are subtracted, for a contract per step as for one per run. If nothing is left,
@@ -108,25 +109,30 @@ def contract_for_step(
 
 
 def keeps(contract: ContractSpec, seconds: float, usd: float, limit: float | None) -> bool | None:
-    """Whether steps that took `seconds` and `usd` together keep the contract's limit for these steps together. The one
-    rule of simulations, plans and comparisons. None without a limit."""
+    """Return whether steps that took `seconds` and `usd` in total keep the contract's limit for them. None without a
+    limit.
+
+    Simulations, plans and comparisons all use this rule.
+    """
     if limit is None or isinstance(contract, WeightedSpec):
         return None
     return (seconds if isinstance(contract, CheapestSpec) else usd) <= limit
 
 
 def best_of(figures: Sequence[tuple[float, float]], contract: ContractSpec, limit: float | None) -> int:
-    """Index of the figures that meet a contract best; of equals the first. See `order_of`."""
+    """Return the index of the figures that meet a contract best, the first of ties. See `order_of`."""
     return order_of(figures, contract, limit)[0]
 
 
 def order_of(figures: Sequence[tuple[float, float]], contract: ContractSpec, limit: float | None) -> list[int]:
-    """Indices of figures (seconds, US dollars), of the same steps each, those that meet a contract best first; equals
-    in their own order. `limit` is the contract's for these steps together, None without one. Figures that do not keep
-    it come after those that do, the nearest first."""
+    """Return the indices of figures (seconds, US dollars) of the same steps, best by the contract first, ties in order.
+
+    `limit` is the contract's limit for these steps together, or None. Figures that violate it come after those that
+    keep it, nearest first.
+    """
     if not figures:
         return []
-    least_s, least_usd = (min(one) or 1.0 for one in zip(*figures, strict=True))  # of devices that cost nothing
+    least_s, least_usd = (min(one) or 1.0 for one in zip(*figures, strict=True))  # 1.0 for devices that cost nothing
 
     def key(index: int) -> tuple[bool, float]:
         seconds, usd = figures[index]

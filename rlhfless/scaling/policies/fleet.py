@@ -1,4 +1,4 @@
-"""The context in which a policy is asked: the time, the step, and what each slot is for. Pure."""
+"""Context of a policy's decisions: the time, the step, and the purpose of each slot. Pure."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from rlhfless.scaling.policy import (
 )
 
 RELEASABLE = frozenset({ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING})
-"""States in which a replica holds its devices and can be released; a start in progress is called off."""
+"""States in which a replica holds its devices and can be released; a start in progress is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Properties of the fleet that depend on the slots alone."""
+    """Properties of the fleet that depend only on the slots."""
 
     replica_slots: tuple[ReplicaSlot, ...]
     generation: tuple[int, ...]
-    """Slots for generation actors, which the run may use now."""
+    """Slots for generation actors that the run may use now."""
     others: tuple[int, ...]
-    """Slots for all other functions, but not for prefill, which no policy decides."""
+    """Slots for all other functions except prefill, which no policy controls."""
     learner_nodes: frozenset[str]
 
     @classmethod
     def of(cls, replica_slots: tuple[ReplicaSlot, ...]) -> Layout:
-        """The layout of these slots. Raises ValueError if none holds a generation actor."""
+        """Return the layout of these slots. Raises ValueError if none holds a generation actor."""
         generation = tuple(
             slot
             for slot, replica_slot in enumerate(replica_slots)
@@ -56,44 +56,44 @@ class Layout:
         return cls(replica_slots, generation, others, nodes)
 
     def max_sequences(self, slot: int) -> int:
-        """Sequences that an actor there runs at once."""
+        """Return the number of sequences that an actor there runs at once."""
         engine = self.replica_slots[slot].engine
         return 0 if engine is None else engine.max_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """The time and the view with which a policy is asked."""
+    """The time and the view of a policy's decision."""
 
     at_s: float
     view: StepView
     layout: Layout
 
     def awake(self, slot: int) -> bool:
-        """Whether a replica there holds its devices and is not on its way out."""
+        """Return whether a replica there holds its devices and is not being removed."""
         return self.view.slots[slot].state in RELEASABLE
 
     def is_learner(self, slot: int) -> bool:
-        """Whether the slot holds a function that is trained."""
+        """Return whether the slot holds a trained function."""
         return self.layout.replica_slots[slot].role is FunctionRole.UPDATES
 
     def absent(self, slot: int) -> bool:
-        """Whether there is no replica, so that a Start has an effect."""
+        """Return whether there is no replica, so that a Start has an effect."""
         return self.view.slots[slot].state is None
 
     @property
     def left(self) -> int:
-        """Samples that have not ended."""
+        """Return the number of unfinished samples."""
         return int(self.view.finished.size - np.count_nonzero(self.view.finished))
 
     @property
     def loads(self) -> Ints:
-        """`[slots]`: unfinished samples that belong to each."""
+        """Return the number of unfinished samples of each slot `[slots]`."""
         return np.bincount(self.view.home - UNASSIGNED, minlength=self.slots + 1)[1:]
 
     @property
     def tokens(self) -> float:
-        """Tokens of the step so far, with a prompt for each sample."""
+        """Return the tokens of the step so far, with a prompt for each sample."""
         return float(self.view.tokens.sum() + self.view.prompt_tokens[self.view.group].sum())
 
     @property
@@ -102,7 +102,7 @@ class PolicyContext:
 
 
 class Contexts:
-    """Makes contexts, and caches the layout of the last fleet: slots seldom change."""
+    """Factory of contexts that caches the last fleet's layout, since slots seldom change."""
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
@@ -118,36 +118,35 @@ Inputs = dict[str, float | int | str | bool]
 
 
 def note(now: PolicyContext, kind: str, choice: str, inputs: Inputs) -> Note:
-    """A decision for the ledger."""
+    """Return a decision for the ledger."""
     return Note(Decision(now.view.step, now.at_s, kind, choice, inputs))
 
 
 def start(now: PolicyContext, slots: Iterable[int]) -> list[Action]:
-    """Starts replicas at the slots that have none."""
+    """Start replicas at the slots that have none."""
     return [Start(slot) for slot in slots if now.absent(slot)]
 
 
 def rescue(now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
-    """After a loss: the slot gets a new actor, and its samples go to the actors that are awake, or wait for the new
-    one."""
+    """Handle a loss: start a new actor at the slot, and assign its samples to awake actors, or to the new one."""
     return [*start(now, [slot]), *assign_to_least(samples, awake_beside(now, slot) or [slot], now.loads)]
 
 
 def awake_beside(now: PolicyContext, slot: int) -> list[int]:
-    """Slots of the other generation actors that hold their devices."""
+    """Return the slots of the other generation actors that hold their devices."""
     return [other for other in now.layout.generation if other != slot and now.awake(other)]
 
 
 def samples_by_prompt(prompts: Ints, group: Ints) -> Ints:
-    """[samples]: the samples, prompt by prompt in the order of `prompts` [prompts]; `group` [samples] has each one's
-    prompt."""
+    """Return the samples [samples], grouped by prompt in the order of `prompts` [prompts]. `group` [samples] holds
+    each sample's prompt."""
     rank = np.empty_like(prompts)
     rank[prompts] = np.arange(prompts.size)
     return np.argsort(rank[group], kind="stable")
 
 
 def assign_groups(now: PolicyContext, slots: Sequence[int]) -> list[Action]:
-    """Shares of the step's prompts by the speed of each slot's engine, in their order; siblings stay together."""
+    """Assign the step's prompts in order, in proportion to the speed of each slot's engine; siblings stay together."""
     groups = len(now.view.prompt_ids)
     speeds = speeds_of(now, slots)
     if speeds.min() == speeds.max():
@@ -160,8 +159,8 @@ def assign_groups(now: PolicyContext, slots: Sequence[int]) -> list[Action]:
 
 
 def speeds_of(now: PolicyContext, slots: Sequence[int]) -> NDArray[np.float64]:
-    """[slots]: tokens per second of each slot's engine in a batch of an equal share of the samples, or of as many as it
-    runs at once, each behind a prompt of mean length."""
+    """Return the tokens per second [slots] of each slot's engine in a batch of an equal share of the samples, capped
+    at its concurrency limit, each after a prompt of mean length."""
     share, prompt = -(-now.view.group.size // len(slots)), float(now.view.prompt_tokens.mean())
     speeds: dict[int, float] = {}
     by_slot = []
@@ -177,7 +176,7 @@ def speeds_of(now: PolicyContext, slots: Sequence[int]) -> NDArray[np.float64]:
 
 
 def assign_to_least(samples: Ints, slots: Sequence[int], loads: Ints) -> list[Action]:
-    """Gives samples to the slots with the smallest loads, in blocks, so that siblings stay together. `loads` is by
+    """Assign samples to the slots with the smallest loads, in blocks, so that siblings stay together. `loads` is by
     slot."""
     if not samples.size:
         return []
@@ -187,10 +186,10 @@ def assign_to_least(samples: Ints, slots: Sequence[int], loads: Ints) -> list[Ac
 
 
 def shares_to_least(samples: int, loads: Ints) -> Ints:
-    """The number of `samples` that each slot [slots] gets, so that the loads become as equal as possible."""
+    """Return how many of `samples` each slot [slots] gets, so that the loads become as equal as possible."""
     order = np.argsort(loads, kind="stable")
     filled = loads[order]
-    # The lowest slots rise together: with k of them the common level is (their sum + samples) / k.
+    # The lowest slots are filled together: with k of them, the common level is (their sum + samples) / k.
     level = (np.cumsum(filled) + samples) / np.arange(1, filled.size + 1)
     rising = int(np.argmax(np.append(filled[1:], np.inf) >= level)) + 1
     shares: Ints = np.zeros(loads.size, np.int64)

@@ -1,6 +1,6 @@
-"""Estimates of a run's own times and costs: medians, start times, spending and the deadline's margin. Pure.
+"""Estimates of a run's own times and costs: medians, start times, spending and the deadline margin. Pure.
 
-Each estimator starts with the figures of the fleet, and forgets old observations.
+Each estimator starts with the fleet's figures and forgets old observations.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from rlhfless.scaling.policies.fleet import PolicyContext
 from rlhfless.scaling.policy import Action, Release, ReplicaSlot, Start
 
 WARM, STARTING, COLD = "warm", "starting", "cold"
-"""How soon an actor at a slot can work."""
+"""Tiers of a slot, by how soon an actor there can work."""
 
-OBSERVATIONS = 8  # Observations that are kept: enough for a median that ignores outliers, few enough to follow a drift
+OBSERVATIONS = 8  # Number of kept observations: enough for a median that ignores outliers, few enough to follow a drift
 
 FIRST_SCATTER, FIRST_STEPS = 0.08, 2
-"""Prior scatter of how long steps take by their plans, and the number of steps as which the prior counts."""
+"""Prior scatter of step durations relative to their plans, and the number of steps that the prior counts as."""
 
 TO_DEVIATION = 1.4826  # Standard deviation of a normal distribution, divided by the median distance from its median
 
 
 class Recent:
-    """The median of the last observations, and their scatter around it: an outlier changes neither much."""
+    """The median and scatter of the last observations, both robust to outliers."""
 
     def __init__(self, value: float = 0.0, scatter: float = 0.0, weight: int = 0) -> None:
-        """`value` and `scatter` apply before the first observation; later this scatter weighs `weight` observations."""
+        """Initialise the estimate. `value` and `scatter` apply before the first observation; later `scatter` counts
+        as `weight` observations."""
         self.value = value
         self.count = 0
         self.scatter = scatter
@@ -48,30 +49,34 @@ class Recent:
 
     @property
     def least(self) -> float:
-        """The least of the last observations; 0 while there is only one, which may be an outlier."""
+        """Return the smallest of the last observations; 0 while there is only one, which may be an outlier."""
         return min(self._seen) if self.count > 1 else 0.0
 
     def at(self, confidence: float) -> float:
-        """An upper bound of the next observation with this probability: value + t scatter, with the quantile t of
-        Student's distribution, because the scatter is known from few observations. With z the normal quantile and f
-        degrees of freedom, t = z (1 + (z^2 + 1) / (4 f)) (the first two terms of Cornish and Fisher's series)."""
+        """Return an upper bound of the next observation with this probability: value + t scatter.
+
+        t is the quantile of Student's distribution, because the scatter is estimated from few observations. With z the
+        normal quantile and f degrees of freedom, t = z (1 + (z^2 + 1) / (4 f)), the first two terms of the
+        Cornish-Fisher series.
+        """
         normal = NormalDist().inv_cdf(confidence)
         freedom = max(len(self._seen) + self._weight - 1, 1)
         return self.value + normal * (1 + (normal**2 + 1) / (4 * freedom)) * self.scatter
 
 
 class StartTimes:
-    """The time that replicas take to come up, by kind of slot; the figure of the slot until one was measured."""
+    """Start times of replicas by kind of slot; the slot's own figure until one is measured."""
 
     def __init__(self, again_s: Callable[[PolicyContext, int], float] = lambda *_: 0.0) -> None:
-        """`again_s`: seconds that a start at a slot waits for devices that the run has given back."""
+        """Initialise the estimates. `again_s` returns the seconds that a start at a slot waits for devices that the
+        run has released."""
         self._again_s = again_s
         self._seen: dict[tuple[str, str], Recent] = {}
         self._asked: dict[int, tuple[float, float]] = {}
         """By slot: when its start takes effect, and how long it waits for its devices."""
 
     def note_actions(self, now: PolicyContext, actions: Sequence[Action]) -> None:
-        """Note when starts take effect: replicas are timed from then on."""
+        """Record when starts take effect; replicas are timed from then on."""
         for action in actions:
             if isinstance(action, Release):
                 self._asked.pop(action.slot, None)
@@ -91,11 +96,12 @@ class StartTimes:
         self._asked.pop(slot, None)
 
     def paid_s(self, now: PolicyContext, slot: int, passed_s: float) -> float:
-        """Seconds of the last `passed_s` in which a replica that is awake held its devices: none while it waited."""
+        """Return the seconds of the last `passed_s` in which an awake replica held its devices, excluding its wait
+        for them."""
         return min(passed_s, max(now.at_s - sum(self._asked[slot]), 0.0)) if slot in self._asked else passed_s
 
     def standby(self, now: PolicyContext, slot: int) -> tuple[str, float]:
-        """The tier of a slot, and the seconds until a replica there is up, without its load of weights."""
+        """Return the tier of a slot, and the seconds until a replica there is ready, excluding its load of weights."""
         replica_slot = now.layout.replica_slots[slot]
         if now.view.slots[slot].state is ReplicaState.STARTING:
             since_s, waits_s = self._asked.get(slot, (now.at_s, 0.0))
@@ -103,37 +109,37 @@ class StartTimes:
         return (WARM, 0.0) if now.awake(slot) else (COLD, self.start_s(now, slot))
 
     def until_serving_s(self, now: PolicyContext, slot: int) -> float:
-        """Seconds until an actor at a slot can take samples."""
+        """Return the seconds until an actor at a slot can take samples."""
         if now.view.slots[slot].state is ReplicaState.SERVING:
             return 0.0
         return self.standby(now, slot)[1] + now.view.fleet.load_s
 
     def start_s(self, now: PolicyContext, slot: int) -> float:
-        """Seconds of a cold start, with the wait for devices, without the load of weights."""
+        """Return the seconds of a cold start, including the wait for devices, excluding the load of weights."""
         return self._waits_s(now, slot) + self.up_s(now.layout.replica_slots[slot])
 
     def _waits_s(self, now: PolicyContext, slot: int) -> float:
         return max(now.layout.replica_slots[slot].reacquire_s, self._again_s(now, slot))
 
     def up_s(self, replica_slot: ReplicaSlot) -> float:
-        """`start_s` without the wait for devices."""
+        """Return `start_s` without the wait for devices."""
         seen = self._seen.get((str(replica_slot.function), replica_slot.kind))
         return replica_slot.start_s if seen is None else seen.value
 
 
 class Spending:
-    """The cost of the run so far, by the slots' prices, for contracts with a budget."""
+    """Cost of the run so far, at the slots' prices, for contracts with a budget."""
 
     def __init__(self) -> None:
         self.usd = 0.0
         self.after_usd = Recent()  # Cost of a step while nothing is generated
-        self.of_plan = Recent(1.0)  # cost of generation by that of its plan: below 1 where actors are released early
-        self._at_s = math.inf  # When the cost was last added up
+        self.of_plan = Recent(1.0)  # cost of generation relative to its plan: below 1 if actors are released early
+        self._at_s = math.inf  # Time at which the cost was last added up
         self._begun = 0
         self._planned_usd = self._generation_usd = self._after_usd = 0.0  # Of the step
 
     def begin_step(self) -> None:
-        """Learn from the cost of the previous step."""
+        """Record the cost of the previous step."""
         if self._generation_usd > 0:  # steps may start at once
             if self._begun > 1:  # the first step has cold starts
                 self.after_usd.add(self._after_usd)
@@ -143,13 +149,15 @@ class Spending:
         self._after_usd = self._generation_usd = self._planned_usd = 0.0
 
     def note_plan(self, usd: float) -> None:
-        """Note the planned cost of generation."""
+        """Record the planned cost of generation."""
         self._planned_usd = usd
 
     def add_until(self, now: PolicyContext, starts: StartTimes, *, generating: bool) -> None:
-        """Add the cost since the last event, before this event's actions: replicas start and stop at events, so those
-        that are awake now were awake since then; they cost nothing while they wait for devices. A learner's start is
-        seen only when its work is done."""
+        """Add the cost since the last event, before this event's actions.
+
+        Replicas start and stop at events, so those that are awake now were awake since the last event. They cost
+        nothing while they wait for devices. A learner's start is seen only when its work is done.
+        """
         passed_s = max(now.at_s - self._at_s, 0.0)
         awake = [slot for slot in (*now.layout.generation, *now.layout.others) if now.awake(slot)]
         prices = now.layout.replica_slots
@@ -165,7 +173,7 @@ class Spending:
 
 @dataclass(frozen=True, slots=True)
 class StepMargin:
-    """How cautiously a step is planned, so that its deadline is kept with the given probability."""
+    """Safety margin in the plan of a step, chosen so that its deadline is kept with the given probability."""
 
     confidence: float  # That probability
     reserve: float  # The time of a step is divided by this before it is planned
@@ -181,28 +189,31 @@ class StepAim:
     limit_s: float = math.inf  # Time at which its generation should have ended
     planned_s: float = math.inf  # Time at which its generation ends by the plan
     after_s: float = 0.0  # Predicted seconds of the step after generation
-    time_usd_per_s: float = 0.0  # The value of a second of the step; if it is infinite, nothing may delay its end
+    time_usd_per_s: float = 0.0  # Value of a second of the step; if infinite, nothing may delay its end
 
 
 class DeadlineMargin:
     """The errors of a run's own forecasts."""
 
     def __init__(self, confidence: float) -> None:
-        """`confidence`: the probability with which deadlines are to be kept."""
+        """Initialise the margin. `confidence` is the probability with which deadlines are to be kept."""
         self._asked = confidence
-        # How long steps took by their plans. Forecasts of known prompts are better, so these steps are kept separately.
+        # Step durations relative to their plans. Forecasts of known prompts are better, so these steps are kept
+        # separately.
         self._used = {seen: Recent(1.0, FIRST_SCATTER, FIRST_STEPS) for seen in (False, True)}
         self.steps = 0  # The number of steps whose generation has ended
 
     def of_step(self, steps: int, *, revisits: bool) -> StepMargin:
-        """The margin of a step; `revisits`: whether most of its prompts were seen before. A deadline for several
-        `steps` needs a margin for their mean, whose scatter is smaller by sqrt(steps)."""
+        """Return the margin of a step. `revisits`: whether most of its prompts were seen before.
+
+        A deadline for several `steps` needs a margin for their mean, whose scatter is smaller by sqrt(steps).
+        """
         normal = NormalDist()
         confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
         return StepMargin(confidence, self._used[revisits].at(confidence), revisits)
 
     def learn(self, at_s: float, aim: StepAim) -> None:
-        """Learn how long a step's generation took by its plan."""
+        """Record how long a step's generation took relative to its plan."""
         self.steps += 1
         if math.isfinite(aim.limit_s) and self.steps > 1:  # the first step has no history, so it is not counted
             self._used[aim.margin.revisits].add((at_s - aim.began_s) / (aim.planned_s - aim.began_s))

@@ -1,13 +1,13 @@
-"""Forecasts of the response lengths of a step, and the lengths by which it is planned. Pure.
+"""Forecasts of the response lengths of a step, and the lengths used to plan it. Pure.
 
-A forecast is a table of quantiles of the remaining tokens of each unfinished sample. The run's own predictor makes it,
-or one of the simulator's oracles (rlhfless.sim.experiment.run).
+A forecast is a table of quantiles of the remaining tokens of each unfinished sample. It comes from the run's own
+predictor or from one of the simulator's oracles (rlhfless.sim.experiment.run).
 
-A plan takes one length per sample. Mean lengths would leave out long samples, which decide when an actor ends; a high
-quantile of each would count all samples as long. So each sample gets a length at a rank of its own, and the ranks of
-any stretch of the list are spread evenly over 0 to 1 (van der Corput's sequence): a group of n samples looks like a
-typical draw of n, with its long ones, and the plan's closed form is right for it. The list is sorted by the prompts'
-means, and siblings are not told apart (`typical_responses`).
+A plan takes one length per sample. Mean lengths would miss long samples, which determine when an actor ends; a high
+quantile of each would treat all samples as long. Instead, each sample gets a length at its own rank, and the ranks of
+any stretch of the list are spread evenly over 0 to 1 (van der Corput's sequence). A group of n samples then looks like
+a typical draw of n, including its long ones, and the plan's closed form applies. The list is sorted by the prompts'
+means; siblings are not distinguished (`typical_responses`).
 """
 
 from __future__ import annotations
@@ -25,66 +25,70 @@ from rlhfless.scaling.policies.cost_aware.group_times import Floats, Responses, 
 from rlhfless.scaling.policies.fleet import samples_by_prompt
 from rlhfless.scaling.policy import Ints, StepView
 
-POINTS = 48  # at which probabilities are computed: for 8,192 tokens they are a fifth apart, and linear between
-LEAST_CHANCE = 1e-12  # keeps logarithms finite
+POINTS = (
+    48  # Points at which probabilities are computed: for 8,192 tokens they are a fifth apart, and linear in between
+)
+LEAST_CHANCE = 1e-12  # Keeps logarithms finite
 EVEN = 0.5  # confidence of a median
 SIMILAR_MEAN = 1.25
-"""Prompts whose forecasts differ by less than this factor may swap places in the sorted list, so that common prefixes
-are adjacent: forecasts of single prompts are off by more."""
+"""Prompts whose forecasts differ by less than this factor may be swapped in the sorted list so that common prefixes
+are adjacent: forecasts of single prompts have larger errors."""
 
 
 @dataclass(frozen=True)
 class RemainingLengths:
-    """The unfinished samples of a step, and the remaining tokens of each."""
+    """The unfinished samples of a step, and the distribution of each sample's remaining tokens."""
 
     samples: Ints  # [rows], ascending
     levels: Floats  # [Q], ascending: ranks of the quantiles
     kind: Ints
-    """[rows], ascending: row of `table`. Samples of one kind are siblings with equally many tokens so far."""
+    """[rows], ascending: row of `table`. Siblings with the same number of tokens so far are of one kind."""
     table: Floats  # [kinds, Q]: remaining tokens, ascending along Q, at least 1
 
     @property
     def known(self) -> bool:
-        """Whether each length is known, so that siblings are not alike."""
+        """Return whether each length is known exactly, so that siblings differ."""
         return self.levels.size == 1
 
     @cached_property
     def means(self) -> Floats:
-        """[rows]: expected remaining tokens."""
+        """Return the expected remaining tokens [rows]."""
         return np.asarray((self.table @ mean_weights(self.levels))[self.kind])
 
     def between(self, ranks: Floats) -> tuple[Ints, Ints, Floats]:
-        """For `ranks` [ranks]: the levels on both sides, and the share of the way between them, each [ranks]."""
+        """Return, for `ranks` [ranks], the levels on both sides and the fraction of the way between them, each
+        [ranks]."""
         right = np.minimum(np.maximum(np.searchsorted(self.levels, ranks), 1), self.levels.size - 1)
         low, high = self.levels[right - 1], self.levels[right]
         return right - 1, right, np.minimum(np.maximum((ranks - low) / (high - low), 0.0), 1.0)
 
     def at(self, ranks: Floats) -> Floats:
-        """[kinds, ranks] for `ranks` [ranks]: remaining tokens, linear between the levels."""
+        """Return the remaining tokens [kinds, ranks] at `ranks` [ranks], linear between the levels."""
         if self.known:
             return np.repeat(self.table, ranks.size, axis=1)
         left, right, share = self.between(ranks)
         return np.asarray(self.table[:, left] * (1 - share) + self.table[:, right] * share)
 
     def one_each(self, rank: Floats) -> Floats:
-        """[rows] for `rank` [rows]: the remaining tokens of each row at its own rank."""
+        """Return the remaining tokens [rows], each row at its own `rank` [rows]."""
         if self.known:
             return self.means
         left, right, share = self.between(rank)
         return np.asarray(self.table[self.kind, left] * (1 - share) + self.table[self.kind, right] * share)
 
     def typical_draw(self, order: Ints) -> Floats:
-        """[rows]: remaining tokens, each at its own rank, so that any stretch of `order` [rows] looks like a draw."""
+        """Return the remaining tokens [rows], each at its own rank, so that any stretch of `order` [rows] looks like
+        a draw."""
         ranks = np.empty(order.size)
         ranks[order] = even_ranks(order.size)
         return self.one_each(ranks)
 
     def grid(self) -> Floats:
-        """[T]: tokens from 0 to the longest quantile, each point further apart than the one before."""
+        """Return tokens [T] from 0 to the longest quantile, with increasing distance between points."""
         return np.append(0.0, np.geomspace(1.0, max(float(self.table[:, -1].max(initial=1.0)), 2.0), POINTS))
 
     def unended(self, at: Floats) -> Floats:
-        """[kinds, T] for `at` [T] tokens: -log of the probability that a sample of a kind has ended by then. Below the
+        """Return -log of the probability that a sample of a kind has ended by `at` [T] tokens, [kinds, T]. Below the
         lowest quantile the probability falls linearly to 0."""
         tables = np.concatenate([np.zeros((len(self.table), 1)), self.table], axis=1)
         levels = np.append(0.0, self.levels) if not self.known else np.array([0.0, 1.0])
@@ -97,12 +101,13 @@ class RemainingLengths:
 
     @staticmethod
     def crossing(grid: Floats, unended: Floats, confidence: float) -> float:
-        """The tokens by which samples have all ended with this probability, given the sum of their `unended` [T]."""
+        """Return the tokens by which all samples have ended with this probability, given the sum of their `unended`
+        [T]."""
         return float(np.interp(math.log(confidence), -unended, grid))
 
 
 def even_ranks(count: int) -> Floats:
-    """[count]: van der Corput's sequence, in the middles of its shares of 0 to 1."""
+    """Return van der Corput's sequence [count], at the midpoints of its intervals of 0 to 1."""
     bits = max(int(count - 1).bit_length(), 1)
     index, ranks = np.arange(count), np.zeros(count)
     for bit in range(bits):
@@ -111,18 +116,19 @@ def even_ranks(count: int) -> Floats:
 
 
 class Forecaster(Protocol):
-    """Follows the steps of one run. An oracle has nothing to learn, and overrides `look` alone."""
+    """Interface of length forecasts over the steps of a run. An oracle has nothing to learn, and overrides only
+    `look`."""
 
     def begin(self, view: StepView) -> None:  # noqa: ARG002
         """Note that a step has started."""
         return
 
     def revisits(self, view: StepView) -> bool:  # noqa: ARG002
-        """Whether most prompts of the step were seen before, so that forecasts are as good as they get."""
+        """Return whether most prompts of the step were seen before, so that forecasts are at their best."""
         return True
 
     def look(self, view: StepView) -> RemainingLengths:
-        """The remaining lengths of the step's unfinished samples, as known now."""
+        """Return the remaining lengths of the step's unfinished samples, as known now."""
         ...
 
     def end(self, view: StepView) -> None:  # noqa: ARG002
@@ -131,7 +137,7 @@ class Forecaster(Protocol):
 
 
 class PredictedLengths(Forecaster):
-    """Forecasts of the run's LengthPredictor, which has learned from an earlier attempt's trace, or is new."""
+    """Forecasts of the run's LengthPredictor, either new or trained on an earlier attempt's trace."""
 
     def __init__(self, predictor: LengthPredictor | None = None) -> None:
         self._predictor = predictor
@@ -159,7 +165,7 @@ def _samples_of(view: StepView) -> StepSamples:
 
 
 def typical_responses(lengths: RemainingLengths, view: StepView) -> Responses:
-    """The step as the plan sees it. All samples of the step must be in `lengths`."""
+    """Return the step as the plan sees it. All samples of the step must be in `lengths`."""
     if lengths.known:  # then it is also known which sibling is long
         return responses(lengths.means, view.group, view.prompt_tokens, view.prefixes)
     by_mean = _by_mean(view, np.bincount(view.group, lengths.means) / np.bincount(view.group))
@@ -169,9 +175,12 @@ def typical_responses(lengths: RemainingLengths, view: StepView) -> Responses:
 
 
 def _longest(lengths: RemainingLengths, order: Ints) -> Floats:
-    """[rows]: the length of a group that ends at a row of the list `order` [rows], a median bound: P(all groups end
-    within theirs) = 0.5. Each sample may take longer with the same small probability, so a group's length depends on
-    its samples, not on their number; and no group is longer than all samples together."""
+    """Return the length of a group that ends at each row of `order` [rows], as a median bound [rows]: P(all groups end
+    within theirs) = 0.5.
+
+    Each sample may exceed it with the same small probability, so a group's length depends on its samples, not on their
+    number. No group is longer than all samples together.
+    """
     each = lengths.at(np.array([EVEN ** (1 / order.size)]))[:, 0]
     grid = lengths.grid()
     together = lengths.crossing(grid, lengths.unended(grid)[lengths.kind].sum(axis=0), EVEN)
@@ -179,8 +188,8 @@ def _longest(lengths: RemainingLengths, order: Ints) -> Floats:
 
 
 def _by_mean(view: StepView, means: Floats) -> Ints:
-    """[prompts]: the prompts, ascending by `means` [prompts]; among similar ones, prompts with a common prefix are
-    adjacent, so that an actor's group computes few prefixes."""
+    """Return the prompts [prompts], ascending by `means` [prompts]. Among similar ones, prompts with a common prefix
+    are adjacent, so that an actor's group computes few prefixes."""
     if view.prefixes is None or not len(view.prefixes):
         return np.argsort(means, kind="stable")
     level = np.floor(np.log(np.maximum(means, 1.0)) / math.log(SIMILAR_MEAN))

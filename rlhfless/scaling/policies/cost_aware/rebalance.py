@@ -1,12 +1,12 @@
-"""Rebalance the tail of a step: move samples off the actor that ends last, where that pays. Pure.
+"""Rebalance the tail of a step: migrate samples off the actor that ends last, if that pays. Pure.
 
-The end of an actor follows from the closed form (`group_times`) for its samples. Each has the remaining length of a
-typical draw (`typical_draw`), but the longest is the one by which all have ended with the requested confidence. If that
-end is too late, or time is worth more than it costs, the half of the last actor's samples that should end first
-migrates to another actor, which has little left or is started for it.
+The end of an actor follows from the closed form (`group_times`) for its samples. Each sample has the remaining length
+of a typical draw (`typical_draw`); the longest one instead has the length by which all have ended with the requested
+confidence. If that end is too late, or time is worth more than it costs, the half of the last actor's samples that
+should end first migrates to another actor, which is nearly done or is started for it.
 
 Forecasts are renewed when a share of the remaining samples has ended, or a share of the predicted time has passed:
-about a dozen times a step, however many samples and heartbeats it has.
+about a dozen times per step, independent of the numbers of samples and heartbeats.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from rlhfless.scaling.policies.cost_aware.idle import StepForecast
 from rlhfless.scaling.policies.fleet import Inputs, PolicyContext, note, start
 from rlhfless.scaling.policy import Action, Ints, Move
 
-LEFT_SHARE = 0.75  # Forecasts are renewed when only this share of the samples of the last forecast is left
+LEFT_SHARE = 0.75  # Forecasts are renewed when only this share of the last forecast's samples is left
 
-PASSED_SHARE = 0.25  # Or when this share of the time that the last forecast predicted has passed
+PASSED_SHARE = 0.25  # Or when this share of the time predicted by the last forecast has passed
 
-SURE = 0.99  # Confidence that a move does not delay the step, if nothing may delay it
+SURE = 0.99  # Confidence that a migration does not delay the step, if nothing may delay it
 
 LEAST_GAIN = 0.1
-"""Hysteresis: a move may turn out wrong, so it must save at least this share of the time, and of the cost given up."""
+"""Hysteresis: a migration may turn out wrong, so it must save at least this share of the time, and of the cost given
+up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class HalfMove:
-    """Half of an actor's samples go to another one."""
+    """A migration of half of an actor's samples to another actor."""
 
     source: int
     target: int
@@ -54,11 +55,11 @@ class HalfMove:
     again_s: float  # until the target has their KV
     left_s: float  # until the source has ended the rest
     end_s: float  # until the target has ended all its samples
-    gains_s: float  # by which both have ended sooner than the source would have
+    gains_s: float  # by which both end sooner than the source would have
 
 
 class Actors:
-    """The generation actors in mid-step, their samples, and when each will have ended them."""
+    """The generation actors in mid-step, their samples, and the expected end of each actor."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Actors:
         devices: Mapping[int, ActorType],
         starts: StartTimes,
     ) -> None:
-        """`devices`: by slot for generation."""
+        """Initialise from the current view. `devices` is keyed by generation slot."""
         view, self._devices = now.view, devices
         self.samples, self.means = lengths.samples, lengths.means
         self.home = view.home[lengths.samples]  # [rows]
@@ -78,17 +79,17 @@ class Actors:
         self._grid = lengths.grid()
         self._unended = lengths.unended(self._grid)
         self.until_up_s = {slot: starts.until_serving_s(now, slot) for slot in devices}
-        """By slot: seconds until an actor there works; an absent one has to start."""
+        """By slot: seconds until an actor there works, including the start of an absent one."""
         self.end_s = dict.fromkeys(devices, 0.0)  # By slot: seconds until all its samples have ended; 0 without samples
 
     def compute_ends(self, confidence: float) -> None:
-        """Computes when each actor ends, such that each actor has ended by its own with this confidence."""
+        """Compute each actor's end, such that each ends by then with this confidence."""
         working = np.unique(self.home).tolist()
         self.end_s = dict.fromkeys(self.end_s, 0.0)
         self.end_s |= {slot: self.end_of(slot, np.flatnonzero(self.home == slot), confidence) for slot in working}
 
     def end_of(self, slot: int, rows: Ints, confidence: float) -> float:
-        """Seconds until an actor would have ended these rows."""
+        """Return the seconds until an actor would have finished these rows."""
         if not rows.size:
             return 0.0
         draw = self._draw[rows]
@@ -100,25 +101,28 @@ class Actors:
         return self.until_up_s[slot] + self._devices[slot].drain_s(draw, self.context[rows], longest)
 
     def apply(self, move: HalfMove) -> None:
-        """Reassign the samples of a move."""
+        """Reassign the samples of a migration."""
         self.home[move.rows] = move.target
         self.until_up_s[move.target] += move.again_s
         self.end_s |= {move.source: move.left_s, move.target: move.end_s}
 
     def last(self) -> tuple[int, float]:
-        """The slot that ends last, and when."""
+        """Return the slot that ends last, and its end."""
         slot = max(self.end_s, key=lambda slot: self.end_s[slot])
         return slot, self.end_s[slot]
 
 
 def is_due(now: PolicyContext, last: StepForecast) -> bool:
-    """Whether forecasts should be renewed."""
+    """Return whether forecasts should be renewed."""
     return now.left <= LEFT_SHARE * last.left or now.at_s >= last.look_s
 
 
 def goal_of(now: PolicyContext, aim: StepAim, after_s: float, freed: bool) -> Goal:
-    """The goal of the rest of a step, whose work after generation is now expected to take `after_s`. `freed`: whether
-    the release of an actor saves anything; where not, or where only time counts, the step is always late."""
+    """Return the goal for the rest of a step whose work after generation is now expected to take `after_s`.
+
+    `freed` is whether releasing an actor saves anything. If it does not, or if only time counts, the step always counts
+    as late.
+    """
     if not freed or math.isinf(aim.time_usd_per_s):
         return Goal(0.0, 0.0, EVEN)
     limit_s = aim.limit_s - (after_s - aim.after_s) - now.at_s
@@ -127,10 +131,12 @@ def goal_of(now: PolicyContext, aim: StepAim, after_s: float, freed: bool) -> Go
 
 
 def rebalance_tail(now: PolicyContext, actors: Actors, goal: Goal) -> list[Action]:
-    """Move samples off the actor that ends last, as long as that helps. In a late step, ends are judged with the
-    confidence of a move that must not fail."""
+    """Migrate samples off the actor that ends last, as long as that helps. In a late step, ends are evaluated with
+    the confidence of a migration that must not fail."""
     before, notes = actors.home.copy(), list[Action]()
-    confidence = goal.confidence ** (1 / max(np.unique(before).size, 1))  # so that all end in time with the goal's
+    confidence = goal.confidence ** (
+        1 / max(np.unique(before).size, 1)
+    )  # so that all end in time with the goal's confidence
     actors.compute_ends(confidence)
     late = actors.last()[1] > goal.limit_s
     if not late and goal.time_usd_per_s == 0:
@@ -149,8 +155,9 @@ def rebalance_tail(now: PolicyContext, actors: Actors, goal: Goal) -> list[Actio
 
 
 def _next_move(now: PolicyContext, actors: Actors, goal: Goal, confidence: float, late: bool) -> HalfMove | None:
-    """The best move of half of the last actor's samples, if one helps. With f, the price of a second of an actor, it
-    saves
+    """Return the best migration of half of the last actor's samples, or None if none helps.
+
+    With f, the price of a second of an actor, it saves
 
         time_usd_per_s x the seconds by which the last end is earlier - f x the change of the end of both actors
     """
@@ -161,7 +168,7 @@ def _next_move(now: PolicyContext, actors: Actors, goal: Goal, confidence: float
         return None
     again_s = kv_again_s(now, actors, source, half)
     left_s = actors.end_of(source, np.setdiff1d(rows, half), confidence)
-    latest_s = (1 - LEAST_GAIN) * last_s  # a move after which an actor ends later than that gains too little
+    latest_s = (1 - LEAST_GAIN) * last_s  # a migration after which an actor ends later than this gains too little
     others_s = 0.0 if late else max((end_s for slot, end_s in actors.end_s.items() if slot != source), default=0.0)
     if max(left_s, others_s) >= latest_s:
         return None
@@ -186,7 +193,7 @@ def _next_move(now: PolicyContext, actors: Actors, goal: Goal, confidence: float
 
 
 def _moves(now: PolicyContext, actors: Actors, before: Ints) -> list[Action]:
-    """Move samples from their slots `before` to where they are now, and start absent targets."""
+    """Migrate samples from their slots `before` to their current ones, and start absent targets."""
     moved = np.flatnonzero(before != actors.home)
     actions = start(now, np.unique(actors.home[moved]).tolist())
     for pair in np.unique(before[moved] * now.slots + actors.home[moved]).tolist():
@@ -197,7 +204,7 @@ def _moves(now: PolicyContext, actors: Actors, before: Ints) -> list[Action]:
 
 
 def kv_again_s(now: PolicyContext, actors: Actors, source: int, rows: Ints) -> float:
-    """Seconds until the KV of some of a slot's samples is recomputed on another actor, shared prefixes once."""
+    """Return the seconds to recompute the KV of some of a slot's samples on another actor, shared prefixes once."""
     rows = rows[actors.begun[rows]]
     engine = now.layout.replica_slots[source].engine
     if not rows.size or engine is None:
