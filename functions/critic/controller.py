@@ -37,7 +37,7 @@ class CriticActor(TrainingActor[CriticSettings]):
         self._rank = self._joined(address, CriticRank, self._settings.algorithm)
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
-        """Return values of this rank's batch and its shared tokens (CriticRank.values); values only on rank 0."""
+        """Return the batch's values (on rank 0, else None) and this rank's shared prompt tokens. *Collective.*"""
         with self._at_work("values"):
             values, shared_tokens = self._rank.values(batch)
         return None if self._number else values, shared_tokens

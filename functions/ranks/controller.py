@@ -215,7 +215,10 @@ class DistributedFunction(Function):
 
     @admitted
     async def renew(self, _: Call) -> CallResult[None]:
-        """Renew the lease (see Function.renew) once all ranks answer. Raises FunctionBroken after SILENT_SHARE."""
+        """Renew the lease (see Function.renew) once all ranks answer.
+
+        Raises FunctionBroken after SILENT_SHARE of a lease.
+        """
         if self._looking is None or self._looking.done():
             # Shorter than the driver's limit, so that the error names the rank.
             limit_s = self._lease_s * SILENT_SHARE

@@ -1,4 +1,4 @@
-"""Checks and their outcomes. A check that needs another's result is skipped if that check fails."""
+"""Checks and their outcomes. A check that needs another's result is skipped unless that check succeeds."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ BATCHES = (1, 32, 128)
 DRAWN_TOKENS = 64
 
 MOVED, MOVED_AFTER = 8, 9
-"""Number of migrated samples, and the token after which each is migrated."""
+"""Number of migrated samples, and the tokens generated before each migrates."""
 
 KV_SHARE = 0.9
 """Smallest accepted KV cache, as a share of the planned tokens."""
