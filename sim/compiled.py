@@ -29,8 +29,11 @@ def part(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """Compile a function inlined at its call: for one that returns a record, which compiled functions cannot, and for a
-    long one with a single call, which is then optimised once."""
+    """Compile a function inlined at its call.
+
+    Use it for a function that returns a record, which compiled functions cannot, or for a long one with a single call,
+    which is then optimised once.
+    """
     return _jit(function, inline="always")
 
 

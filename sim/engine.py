@@ -154,10 +154,9 @@ class EnginePool:
         return {name: count - before.get(name, 0) for name, count in counts.items()}
 
     def advance(self, until_s: float, row: int | None = None, one: bool = False) -> Ints:
-        """Run all iterations that end at or before `until_s`, in all engines or one; with `one`, run its next
-        iteration, whenever it ends.
+        """Run all iterations that end at or before `until_s`, in all engines or one.
 
-        Return the table rows that ended, by engine and in order.
+        With `one`, run its next iteration, whenever it ends. Returns the table rows that ended, by engine and in order.
         """
         memory, costs, table = self.memory, self._prices.costs, self.table
         first, last = (0, len(self.slots)) if row is None else (row, row + 1)
@@ -282,10 +281,10 @@ class SimulatedEngine:
         return not any(map(self._lacks, self.progress.lineage(node)))
 
     def precompute(self, nodes: Sequence[int], at_s: float, fixed_s: float) -> Precomputed:
-        """Put shared prefixes into the cache, each after its parent, in a separate call from the first boundary at or
-        after `at_s`.
+        """Put shared prefixes into the cache, each after its parent, in a separate call.
 
-        `fixed_s` is the time of an empty call. Prefixes that do not fit are skipped.
+        The call starts at the first boundary at or after `at_s`; `fixed_s` is the time of an empty call. Prefixes that
+        do not fit are skipped.
         """
         self._to_boundary(at_s)
         self.asked.update(nodes)
@@ -336,8 +335,10 @@ class SimulatedEngine:
         return max(self.now_s, at_s)
 
     def reload(self, at_s: float, load_s: float) -> float:
-        """Load other weights for `load_s` from the first boundary at or after `at_s`, and return that boundary. Samples
-        keep their tokens; all KV is lost."""
+        """Load other weights for `load_s` from the first boundary at or after `at_s`, and return that boundary.
+
+        Samples keep their tokens; all KV is lost.
+        """
         self._to_boundary(at_s)  # samples may finish in the iteration that ends there
         samples, self.asked = self.resident, set()
         leave_s = self.abort(samples, at_s)

@@ -32,8 +32,8 @@ class SimulatedFleet:
     """All slots, and the replica at each."""
 
     def __init__(self, setup: Setup, ledger: SimulatedLedger, idle: Callable[[int], bool]) -> None:
-        """Create the fleet; `idle` returns whether the function of a slot has no work left in its phase, so that its
-        turn may end."""
+        """Create the fleet; `idle` returns whether a slot's function has no work left in its phase, so its turn may
+        end."""
         self.setup = setup
         self._idle = idle
         self.slot_setups = setup.slot_setups
@@ -81,8 +81,10 @@ class SimulatedFleet:
         return None if replica is None else replica.life.state
 
     def states(self) -> list[ReplicaState | None]:
-        """Return the state of each slot, `[slots]`; STALE for a sleeping or waking replica. The list is the fleet's
-        own: read only."""
+        """Return the state of each slot, `[slots]`; STALE for a sleeping or waking replica.
+
+        The list is the fleet's own: read only.
+        """
         for slot in self._touched:
             replica = self.replicas.get(slot)
             away = replica is not None and (replica.asleep or replica.waking)
@@ -195,8 +197,7 @@ class SimulatedFleet:
         return self._up(event.slot, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
 
     def reacquire_s(self, slot: int, at_s: float) -> float:
-        """Return the seconds until a slot's node is provisioned if it is requested at `at_s`, or was requested
-        before."""
+        """Return the seconds until a slot's node is provisioned, if requested at `at_s` or before."""
         there_s = self._nodes.get(self.slot_setups[slot].node, at_s + self.setup.node_s)
         return max(there_s - at_s, 0.0)
 
@@ -226,8 +227,7 @@ class SimulatedFleet:
         return f"{self._functions[slot]}-{slot}"
 
     def pass_turns(self, at_s: float) -> None:
-        """Start waiting replicas whose devices are free or belong to functions without work left, in order of
-        request."""
+        """Start waiting replicas whose devices are free, or held by functions without work, in order of request."""
         for slot, asked_s in list(self._waiting.items()):
             while (held := self._devices.held(slot)) is not None and self._may_sleep(held[1]):
                 self._sleep(held[1], at_s)
@@ -261,8 +261,10 @@ class SimulatedFleet:
         self.agenda.add(at_s, Up(slot, self._turns[slot]))
 
     def _acquired(self, slot: int, at_s: float) -> tuple[float, float]:
-        """Take the devices of a slot; return when its replica holds them, and how many more seconds it waits for
-        devices that had been given back, paying for the others meanwhile."""
+        """Take the devices of a slot; return when its replica holds them, and how many more seconds it waits.
+
+        It waits for devices that had been given back, and pays for the others meanwhile.
+        """
         some, every = self._devices.gone(slot, at_s)
         lag_s = self.setup.terms.reacquire_s if some else 0.0
         begin_s = at_s + lag_s if every else at_s

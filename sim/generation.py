@@ -121,8 +121,10 @@ class Generation:
                 self._submit(slot, samples, np.maximum(there_s, at_s))
 
     def lost(self, slot: int, at_s: float) -> tuple[float, Ints]:
-        """Crash the actor at a slot, and unassign its samples. Return when that took effect (a Move may have waited for
-        the end of an iteration), and the samples."""
+        """Crash the actor at a slot, unassign its samples, and return when that took effect, and the samples.
+
+        A crash takes effect later than `at_s` if a Move waited for the end of an iteration.
+        """
         engine = self._engine_of(slot)
         if engine is not None:
             at_s = max(at_s, engine.now_s)
@@ -139,8 +141,7 @@ class Generation:
             self._bill(self._fleet.replicas[slot], engine)
 
     def hand_back(self, at_s: float) -> float:
-        """Take all samples out of the engines, deferring them to later steps, and return when the last engine
-        stopped."""
+        """Take all samples out of the engines, deferring them; return when the last engine stopped."""
         for slot in self._fleet.replicas:
             if (engine := self._engine_of(slot)) is not None:
                 at_s = max(at_s, engine.abort(engine.resident, at_s))

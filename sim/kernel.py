@@ -47,10 +47,10 @@ ENDED, OVER = 0, 1
 def advance(
     pool: Pool, table: Table, costs: Costs, limits: Limits, first: int, last: int, until_s: float, one: bool
 ) -> int:
-    """Run all iterations that end at or before `until_s` in engines [first, last); with `one`, run the next iteration,
-    whenever it ends. An idle engine's clock advances to its next arrival.
+    """Run all iterations that end at or before `until_s` in engines [first, last).
 
-    Return `last`, or the first engine that cannot continue because it lacks a prefill price or room for a span.
+    With `one`, run the next iteration, whenever it ends. An idle engine's clock advances to its next arrival. Returns
+    `last`, or the first engine that cannot continue because it lacks a prefill price or room for a span.
     """
     stuck = last
     for row in range(first, last):
@@ -142,8 +142,7 @@ def _count_tokens(state: State, table: Table) -> None:
 
 @compiled
 def take_out(pool: Pool, table: Table, limits: Limits, row: int, chosen: Flags) -> None:
-    """Remove the chosen samples from an engine, decoding, prefilling or queued. They keep their tokens and lose their
-    KV."""
+    """Remove the chosen samples from an engine, wherever they are. They keep their tokens and lose their KV."""
     state = _state(pool, row)
     n = state.n
     size, n.running = n.running, 0
@@ -528,8 +527,10 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
 
 @part
 def _release(state: State, table: Table, limits: Limits, sample: int, held_tokens: int, computed_tokens: int) -> None:
-    """Free the blocks of a sequence, and of the nodes that no other sequence holds. Computed blocks of these nodes stay
-    findable until they are evicted."""
+    """Free the blocks of a sequence, and of the nodes that no other sequence holds.
+
+    Computed blocks of these nodes stay findable until they are evicted.
+    """
     n, node = state.n, table.sample[sample].group
     n.free += -(-held_tokens // limits.block_tokens) - table.depth[node] // limits.block_tokens
     while node >= 0:

@@ -72,7 +72,7 @@ class PolicyError(ValueError):
 
 
 def policy_kind(name: str) -> PolicyKind:
-    """The policy of this name, or the user's own if it is an import path (docs/extending.md). Raises PolicyError."""
+    """Return the policy of this name, or the user's own for an import path (docs/extending.md). Raises PolicyError."""
     if ":" not in name:
         if name in POLICIES:
             return POLICIES[name]

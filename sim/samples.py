@@ -110,8 +110,10 @@ class Rows:
         return int(self.nodes.start)
 
     def filled(self, batch: RolloutBatch) -> Table:
-        """Write the samples of a batch into the first rows, and return views of them; `group` and `parent` index the
-        whole table. Raises ValueError for a batch that does not fit."""
+        """Write the samples of a batch into the first rows, and return views of them.
+
+        `group` and `parent` index the whole table. Raises ValueError for a batch that does not fit.
+        """
         count, groups, tree = batch.samples, batch.groups, batch.tree
         nodes = groups + len(tree)
         room = self.samples.stop - self.first_sample, self.nodes.stop - self.first_node
@@ -139,7 +141,7 @@ class Rows:
 
 
 def rows_of(steps: int, samples: int, nodes: int) -> list[Rows]:
-    """Create the rows of one table for `steps` steps of at most `samples` samples and `nodes` prompts and shared
+    """Create the rows of one table for `steps` steps, each of `samples` samples and `nodes` prompts and shared
     prefixes."""
     table = table_of(steps * samples, steps * nodes)
     return [
@@ -183,8 +185,7 @@ class StepProgress:
         return self.batch.samples - int(np.count_nonzero(self.table.finished))
 
     def lineage(self, node: int) -> list[int]:
-        """Return a prompt (by its group) or a shared prefix with all prefixes that it starts with, the shortest
-        first."""
+        """Return a prompt (by its group) or a shared prefix with all prefixes that it starts with, shortest first."""
         first = self.at.first_node
         return [each - first for each in lineage(self.at.table.parent, node + first)]
 
@@ -222,8 +223,7 @@ class StepProgress:
         return bool(np.count_nonzero(complete) >= selected.learns and complete[selected.must_include].all())
 
     def leave(self) -> None:
-        """Defer the groups that the step does not learn from to later steps; to a policy their samples end where they
-        are."""
+        """Defer the groups that the step does not learn from; to a policy their samples end where they are."""
         table, selected, complete_s = self.table, self.batch.selected, self.complete_s
         assert selected is not None, "a step that learns from all leaves nothing"
         gate = GroupGate(selected.learns, {str(group) for group in np.flatnonzero(selected.must_include)})

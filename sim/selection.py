@@ -1,8 +1,8 @@
-"""The groups that steps generate with `partial`, which do not learn from all of them: the live rules
-(rlhfless.scaling.selection) on groups of known lengths.
+"""Select the groups of steps under `partial`, which do not learn from all groups that they generate.
 
-A step's batch holds groups deferred by earlier steps and new ones, in data order. A resumed sample keeps its tokens:
-the engine recomputes their KV before it generates the next, as a live engine does.
+The live rules (rlhfless.scaling.selection) apply to groups of known lengths. A step's batch holds groups deferred by
+earlier steps and new ones, in data order. A resumed sample keeps its tokens: the engine recomputes their KV before it
+generates the next token, as a live engine does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import PartialSpec, ScheduleSpec
 
 AGAIN = "'"
-"""Ends the name of a prompt that stands in for another, see SelectedDraws._begun."""
+"""Suffix of the name of a prompt that stands in for another, see SelectedDraws._begun."""
 
 
 def steps_of(simulation: Simulation, schedule: ScheduleSpec, batches: Sequence[RolloutBatch]) -> Iterator[Generation]:
-    """The steps of a run, each when it has been generated; `batches` are what they would generate if they waited for
-    all."""
+    """Yield each step of a run when it has been generated.
+
+    `batches` are the batches that the steps would generate if they deferred nothing.
+    """
     draws = SelectedDraws(schedule, batches) if isinstance(schedule, PartialSpec) else batches
     simulation.reserve(batches)
     for batch in draws:
@@ -39,8 +41,10 @@ def steps_of(simulation: Simulation, schedule: ScheduleSpec, batches: Sequence[R
 
 
 def as_begun(learned: Sequence[RolloutBatch], begun: Mapping[tuple[int, str], int]) -> list[RolloutBatch]:
-    """What SelectedDraws takes, of a run that is known by what its steps learned from: the same groups, in the order in
-    which they were started. `begun`: the steps that started them, by step and prompt."""
+    """Return the input of SelectedDraws for a run of which only the learned groups are known.
+
+    It has these groups in the order of their starts. `begun`: the steps that started them, by step and prompt.
+    """
     of_steps = [(begun.get((batch.step, group.prompt_id), batch.step), group) for batch in learned
                 for group in _groups(batch)]  # fmt: skip
     sequence = [group for _, group in sorted(of_steps, key=lambda pair: pair[0])]
@@ -50,7 +54,7 @@ def as_begun(learned: Sequence[RolloutBatch], begun: Mapping[tuple[int, str], in
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group that is started, or to be started."""
+    """A group that was started, or is to be started."""
 
     prompt_id: str
     prompt_tokens: int
@@ -65,11 +69,13 @@ class _Group:
 
 
 class SelectedDraws:
-    """The generations of one run."""
+    """The batches that the steps of one run generate."""
 
     def __init__(self, schedule: PartialSpec, batches: Sequence[RolloutBatch]) -> None:
-        """`batches` are what the steps would generate if they waited for all; all have as many groups, and share no
-        prefixes: ValueError."""
+        """Take the batches that the steps would generate if they deferred nothing; all have equal numbers of groups.
+
+        Raises ValueError for batches whose prompts share prefixes.
+        """
         if any(len(batch.tree) for batch in batches):
             raise ValueError("schedule partial mixes the prompts of steps, whose shared prefixes are not known")
         self._schedule = schedule
@@ -83,13 +89,16 @@ class SelectedDraws:
         for number, step in enumerate(self._steps, 1):
             count = new_groups(self._schedule, self._learns, len(self._left), len(self._new), prompts=math.inf)
             begun = [*self._left, *self._begun(count, number)]
-            self._drawn = sorted(begun, key=lambda group: group.is_complete)  # the rest stay in their order
+            self._drawn = sorted(begun, key=lambda group: group.is_complete)  # incomplete groups keep their order
             must_include = np.array([is_due(self._schedule, group.begun, number) for group in self._drawn])
             yield _selected(step, self._drawn, self._learns, must_include)
 
     def _begun(self, count: int, number: int) -> list[_Group]:
-        """The next groups, which the step with this number starts. A prompt that another group has already, of an
-        earlier pass over the data, gives its place to another prompt in a run; here to one as long, by another name."""
+        """Start the next `count` groups in step `number`.
+
+        In a run, a prompt that another group of an earlier pass over the data still holds is replaced by another
+        prompt; here by one of equal length under another name.
+        """
         used, begun = {group.prompt_id for group in self._left}, []
         for _ in range(count):
             group = self._new.popleft()
@@ -99,7 +108,7 @@ class SelectedDraws:
         return begun
 
     def end(self, progress: StepProgress) -> None:
-        """The step has ended: the groups that it does not learn from are left to later ones."""
+        """End a step: defer the groups that it did not learn from to later steps."""
         assert progress.batch.selected is not None, "it is of these draws"
         tokens = np.concatenate([group.drawn_tokens for group in self._drawn])
         tokens[_open(self._drawn)] = progress.table.tokens
@@ -122,15 +131,18 @@ def _groups(batch: RolloutBatch) -> Iterable[_Group]:
 
 
 def _open(groups: Sequence[_Group]) -> Flags:
-    """`[samples]`: it is to be generated further. If none is, the first one generates its last token again: a step
-    that generates nothing would be another kind of step."""
+    """Return which samples are to be generated further, `[samples]`.
+
+    If none is, the first sample generates its last token again, because a step that generates nothing would differ in
+    kind.
+    """
     left: Flags = np.concatenate([group.drawn_tokens < group.response_tokens for group in groups])
     left[0] |= not left.any()
     return left
 
 
 def _selected(step: int, groups: Sequence[_Group], learns: int, must_include: Flags) -> RolloutBatch:
-    """`groups`: those that are complete come last."""
+    """Return the batch of a step; in `groups` the complete ones come last."""
     whole = _batch(step, groups)
     left = _open(groups)
     drawn_tokens = np.minimum(np.concatenate([group.drawn_tokens for group in groups]), whole.response_tokens - 1)

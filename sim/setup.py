@@ -242,8 +242,7 @@ class Setup:
         return not learner.beside and any(device.name in alone for device in learner.allocation.devices)
 
     def _check_shares(self) -> None:
-        """Check the shares of each device: those held side by side add up, and of those that take turns the largest
-        counts."""
+        """Check the shares of each device: the sum of those held side by side, plus the largest of those in turns."""
         beside: dict[str, float] = defaultdict(float)
         in_turn: dict[str, float] = defaultdict(float)
         for slot_setup in self.slot_setups:

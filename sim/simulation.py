@@ -179,8 +179,7 @@ class Simulation:
         return self._end_draw(first, until_s)
 
     def _drawn_until(self, generation: Generation, until_s: float) -> float:
-        """Advance generation to `until_s`, or until a step that defers groups has enough, and return the time
-        reached."""
+        """Advance generation to `until_s`, or until a step that defers groups has enough; return the time reached."""
         looks, at_s = 1, self.now_s
         if generation.progress.batch.selected is not None:
             looks = max(min(LOOKS, int((until_s - at_s) / LOOK_S)), 1)
@@ -265,8 +264,7 @@ class Simulation:
             self.fleet.sync(self.now_s)
 
     def _reload(self, slot: int, at_s: float, load_s: float) -> float:
-        """Load weights into the actor at a slot while it generates samples of all steps; return when the load
-        starts."""
+        """Load weights into an actor while it generates samples of all steps; return when the load starts."""
         return max(step.generation.reload(slot, at_s, load_s) for step in self._drawn)
 
     def _interrupted(self, at_s: float, event: SpotInterrupted) -> None:
@@ -280,8 +278,10 @@ class Simulation:
             self._query([Lost(event.slot, samples)], step)
 
     def _start_needed(self) -> None:
-        """Start services that have work but no replica, and the learner once all services have finished a step; put a
-        running learner to work."""
+        """Start the services and the learner that have work but no replica, and give work to a running learner.
+
+        The learner has work once all services have finished a step.
+        """
         for slot in self._services:
             if not self.fleet.awake_or_asked(slot):
                 since_s = [step.first_s(slot) for step in self._steps if step.wants(slot)]
@@ -300,17 +300,17 @@ class Simulation:
             self.fleet.agenda.add(replica.busy_s, Worked(self._learner, first.number))
 
     def _learner_back_s(self, replica: SimulatedReplica) -> float:
-        """Return when the learner can start: at once if it keeps its devices, else after it has stored and restored its
-        state.
+        """Return when the learner can start.
 
-        That happens during generation, and costs time only where generation is shorter.
+        It can start at once if it keeps its devices, else after it has stored and restored its state. That happens
+        during generation, and costs time only where generation is shorter.
         """
         around = self.setup.learner.paid_around
         return replica.busy_s + (sum(around) if around is not None and self._learned else 0.0)
 
     def _update_services(self, step: StepUnderWay) -> bool:
-        """Return whether a service that learns, such as a critic, has not finished its update of a step, starting the
-        update if it can."""
+        """Return whether a learning service, such as a critic, still has to update in a step, starting the update if it
+        can."""
         for slot, shape in self._services.items():
             if not shape.learns or slot in step.updated:
                 continue
@@ -325,8 +325,10 @@ class Simulation:
         return False
 
     def _take(self, slot: int) -> None:
-        """Give all complete groups to a running service. With the last group of a step, schedule the end of its
-        work."""
+        """Give all complete groups to a running service.
+
+        With the last group of a step, the end of its work is known and scheduled.
+        """
         serves = self.fleet.state(slot) is ReplicaState.SERVING
         for step in self._steps:
             if serves:

@@ -1,10 +1,10 @@
 """Means over seeds with confidence intervals, and ratios of two policies that shared their seeds. Pure.
 
-The seeds of a scenario are independent samples of one workload, so the mean of a figure over n of them has Student's t
-with n - 1 degrees of freedom. Of times, costs and counts, which are never negative, the logarithm of the mean has it to
-first order (the delta method): few seeds give wide limits, none below 0, and two none at all. Two policies with the
-same seed have the same lengths; their ratio within each seed varies far less than either figure, so the logarithms of
-the ratios are averaged: a geometric mean.
+The seeds of a scenario are independent samples of one workload, so the mean of a figure over n of them follows
+Student's t with n - 1 degrees of freedom. For times, costs and counts, which are never negative, the logarithm of the
+mean follows it to first order (the delta method): few seeds give wide limits, none below 0, and two none at all. Two
+policies with the same seed have the same lengths; their ratio within each seed varies far less than either figure, so
+the logarithms of the ratios are averaged: a geometric mean.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ CONFIDENCE = 0.95
 """Level of every interval."""
 
 LEAST_VALUES = 3
-"""Fewest values of an interval. Student's t of two is within a factor of 300,000, which tells nobody anything."""
+"""Fewest values of an interval. Student's t of two values spans a factor of 300,000, which carries no information."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and its confidence interval, which is the mean alone of fewer than LEAST_VALUES values."""
+    """A mean and its confidence interval; with fewer than LEAST_VALUES values the interval is the mean alone."""
 
     mean: float
     low: float
@@ -33,8 +33,10 @@ class Interval:
 
 
 def positive_interval(values: Sequence[float]) -> Interval:
-    """The mean of independent values of at least 0, with limits above 0 as `mean / f` and `mean * f`. Raises ValueError
-    for none, and for a negative one."""
+    """Return the mean of independent values of at least 0, with limits `mean / f` and `mean * f`, above 0.
+
+    Raises ValueError for no values, and for a negative one.
+    """
     if min(values, default=0.0) < 0:
         raise ValueError(f"{min(values)} is below 0; take mean_interval")
     plain = mean_interval(values)
@@ -45,13 +47,13 @@ def positive_interval(values: Sequence[float]) -> Interval:
 
 
 def share_interval(values: Sequence[float]) -> Interval:
-    """The mean of independent shares, with limits of at least 0 and at most 1. Raises ValueError for none."""
+    """Return the mean of independent shares, with limits in [0, 1]. Raises ValueError for no values."""
     plain = mean_interval(values)
     return Interval(plain.mean, max(plain.low, 0.0), min(plain.high, 1.0))
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean of independent values of either sign. Raises ValueError for none."""
+    """Return the mean of independent values of either sign. Raises ValueError for no values."""
     if not values:
         raise ValueError("no values to average; give at least 1")
     count = len(values)
@@ -64,14 +66,15 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def ratio(value: float, other: float) -> float:
-    """value / other of two values of at least 0: 1 of two zeros, such as the costs of devices without a price, and
-    infinite above a zero."""
+    """Return value / other for values of at least 0: 1 for two zeros, infinite for a zero divisor.
+
+    Devices without a price cost 0.
+    """
     return 1.0 if value == other else value / other if other else math.inf
 
 
 def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
-    """The geometric mean of values[i] / others[i], which came from the same seed; without limits if a ratio is 0 or
-    infinite.
+    """Return the geometric mean of values[i] / others[i], from equal seeds; without limits if a ratio is 0 or infinite.
 
     Raises ValueError for values that are negative, or not in pairs.
     """
@@ -88,7 +91,7 @@ def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval
 
 
 def quantile(values: Sequence[float], level: float) -> float:
-    """The quantile at `level`, by a straight line between the two values around it. Raises ValueError for none."""
+    """Return the quantile at `level`, interpolated linearly between two values. Raises ValueError for no values."""
     if not values:
         raise ValueError("no values to take a quantile of; give at least 1")
     ordered = sorted(values)
@@ -99,7 +102,7 @@ def quantile(values: Sequence[float], level: float) -> float:
 
 
 def student_quantile(level: float, freedom: int) -> float:
-    """The quantile of Student's t with `freedom` degrees of freedom, for a level of at least one half."""
+    """Return the quantile of Student's t with `freedom` degrees of freedom, for a level of at least one half."""
     low, high = 0.0, 1.0
     while _student_cdf(high, freedom) < level:
         high *= 2
@@ -110,8 +113,10 @@ def student_quantile(level: float, freedom: int) -> float:
 
 
 def _student_cdf(value: float, freedom: int) -> float:
-    """The distribution function of Student's t, for a value of at least 0: the finite series of Abramowitz and Stegun,
-    26.7.3 and 26.7.4."""
+    """Return the distribution function of Student's t, for a value of at least 0.
+
+    It is the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
     angle = math.atan(value / math.sqrt(freedom))
     cosine = math.cos(angle)
     odd = freedom % 2

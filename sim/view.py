@@ -60,8 +60,10 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
 
 
 def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView:
-    """Return the view with the seconds until nodes that are being provisioned are ready, as a live fleet shows them at
-    the start of a step."""
+    """Return the view with the seconds until nodes that are being provisioned are ready.
+
+    A live fleet shows them the same way at the start of a step.
+    """
     waits_s = [fleet.reacquire_s(slot, at_s) for slot in range(len(view.replica_slots))]
     if not any(waits_s):
         return view
@@ -70,8 +72,10 @@ def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView
 
 
 def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook, kept: Collection[str]) -> float:
-    """Return US dollars per second while only the devices in `kept`, which are never given back, are held. Raises
-    PriceError for a kind without a price."""
+    """Return US dollars per second while only the devices in `kept`, which are never given back, are held.
+
+    Raises PriceError for a kind without a price.
+    """
     devices = {device.name: device.kind for slot_setup in slot_setups for device in slot_setup.allocation.devices}
     usd_per_hour = (
         prices.device(kind).usd_per_hour if name in kept else prices.device(kind).released_usd_per_hour
@@ -81,8 +85,10 @@ def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook, kept: Co
 
 
 class Window:
-    """Creates the views of a step for its policy. Their arrays are the simulation's own; only the slots are new in each
-    view."""
+    """Creates the views of a step for its policy.
+
+    The arrays are the simulation's own; only the slots are new in each view.
+    """
 
     def __init__(self, fleet_view: FleetView, fleet: SimulatedFleet, generation: Generation) -> None:
         batch, table = generation.progress.batch, generation.progress.table
@@ -108,8 +114,10 @@ class Window:
 
 
 def _usd_per_s(slot_setup: SlotSetup, prices: PriceBook, kept: Collection[str]) -> float:
-    """Return the US dollars per second that the release of a slot's replica saves. A replica that runs next to others
-    holds a share of its own, and can give it back on any device."""
+    """Return the US dollars per second that the release of a slot's replica saves.
+
+    A replica that runs next to others holds a share of its own, and can give it back on any device.
+    """
     shared = [
         (held, share) for held, share in slot_setup.allocation.shared if slot_setup.beside or held.name not in kept
     ]

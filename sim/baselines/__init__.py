@@ -1,1 +1,1 @@
-"""Published and common policies to compare with, in the simulator only: rlhfless.sim.policies has their names."""
+"""Published and common policies to compare with, in the simulator only; rlhfless.sim.policies lists their names."""

@@ -1,13 +1,13 @@
 """RLHFless as published (arXiv 2602.22718), with all its mechanisms that act during a run. Pure.
 
-At the start of a step, prompts are sorted by the EWMA of their own lengths; for each number of actors N the list is cut
-into N contiguous groups of equal count, and N minimises a weighted sum of normalised time and cost. The longest group
-goes to the learner's node. While the step runs, an actor that has finished the share tau of its group moves the
-remaining samples to actors that have finished their own groups and may run more sequences. An actor without samples is
-released, unless it is needed to take samples that will still be moved. Before the next step actors start ahead of time,
-by the shortest step seen so far.
+At the start of a step, prompts are sorted by the EWMA of their own lengths. For each number of actors N the list is cut
+into N contiguous groups of equal count, and the policy takes the N that minimises a weighted sum of normalised time and
+cost. The longest group goes to the learner's node. While the step runs, an actor that has finished the share tau of its
+group moves the remaining samples to actors that have finished their own groups and may run more sequences. An actor
+without samples is released, unless it is needed for samples that will still be moved. Actors start ahead of the next
+step, by the shortest step seen so far.
 
-docs/policies.md says what the paper specifies of each mechanism, and what had to be filled in.
+docs/policies.md lists, for each mechanism, the parts that the paper specifies and the parts that had to be filled in.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class RLHFlessPublished:
         self._shortest_s = math.inf
         self._actors: tuple[int, ...] = ()
         self._owner: Ints = np.empty(0, np.int64)
-        """[samples]: the slot of a sample's group; UNASSIGNED once the sample was cut from it."""
+        """[samples]: the slot of a sample's group; UNASSIGNED once the sample was moved away from it."""
         self._size: Ints = np.empty(0, np.int64)
-        """[slots]: samples of its own group."""
+        """[slots]: samples in its own group."""
         self._finished = 0
-        """Samples that had ended at the policy's last cut or release."""
+        """Finished samples at the policy's last look."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
@@ -94,7 +94,7 @@ class RLHFlessPublished:
             case StepBegan():
                 self._step, self._began_s = view.step, at_s
                 return self._begin(now)
-            case Heartbeat() if view.step == self._step:  # its groups are those of the newest step
+            case Heartbeat() if view.step == self._step:  # the owners are those of the newest step
                 return self._look(now)
             case Lost(slot, samples):
                 return self._lost(now, slot, samples)
@@ -140,14 +140,14 @@ class RLHFlessPublished:
         return actions
 
     def _predicted(self, view: StepView) -> Floats:
-        """[groups]: the EWMA of each prompt; for a new prompt the mean of all, or the first guess."""
+        """Return the EWMA of each prompt's lengths [groups]; for a new prompt the mean of all, or the first guess."""
         unseen = self._seen_tokens / self._seen if self._seen else self._settings.first_guess_tokens
         return np.maximum([self._means.get(name, unseen) for name in view.prompt_ids], 1.0)
 
     def _sweep(self, now: PolicyContext, predicted: Floats, order: Ints, ends: Ints) -> tuple[Ints, Inputs]:
-        """The cuts between the groups of the list `order`, short to long, for the best number of actors, and why.
+        """Return the cuts between groups for the best number of actors, and the inputs of that decision.
 
-        `ends` [groups + 1] are the cuts between prompts.
+        The groups divide the list `order`, short to long; `ends` [groups + 1] are the cuts between prompts.
         """
         view, layout, prompts = now.view, now.layout, len(now.view.prompt_ids)
         step = responses(predicted[view.group], view.group, view.prompt_tokens)
@@ -164,7 +164,7 @@ class RLHFlessPublished:
         return cuts[best], inputs
 
     def _look(self, now: PolicyContext) -> list[Action]:
-        """Cuts and releases, when samples have ended since the last look."""
+        """Cut groups and release actors if samples have finished since the last look."""
         finished = int(now.view.finished.sum())
         if finished == self._finished:
             return []
@@ -175,7 +175,7 @@ class RLHFlessPublished:
         return actions + self._release(now, left, own_left)
 
     def _cut(self, now: PolicyContext, left: Ints, own_left: Ints) -> list[Action]:
-        """Moves the rests of groups; updates `left` and `own_left` [slots]."""
+        """Move the rests of groups to other actors, and update `left` and `own_left` [slots]."""
         actions: list[Action] = []
         for source in self._actors:
             tail, whole = int(own_left[source]), int(self._size[source])
@@ -196,7 +196,7 @@ class RLHFlessPublished:
         return actions
 
     def _release(self, now: PolicyContext, left: Ints, own_left: Ints) -> list[Action]:
-        """Releases empty actors, except as many as are needed to take samples that will still be cut."""
+        """Release empty actors, except those needed to take samples that will still be cut."""
         to_come = sum(
             math.ceil((1 - self._settings.cut_share) * self._size[slot]) for slot in self._actors if own_left[slot] > 0
         )
@@ -208,7 +208,7 @@ class RLHFlessPublished:
         return actions
 
     def _through(self, now: PolicyContext, own_left: Ints) -> list[int]:
-        """Actors whose own groups have ended or were cut."""
+        """Return the actors whose own groups have ended or were cut."""
         return [slot for slot in self._actors if own_left[slot] == 0 and now.awake(slot)]
 
     def _learn(self, view: StepView) -> None:
@@ -221,7 +221,7 @@ class RLHFlessPublished:
         self._seen += view.tokens.size
 
     def _prewarm(self, layout: Layout, slots: Sequence[int]) -> list[Action]:
-        """Starts actors of this step again, so as to be up before the next step starts, by the shortest step so
+        """Schedule the next starts of these actors, to have started before the next step, by the shortest step so
         far."""
         if math.isinf(self._shortest_s):
             return []
@@ -230,16 +230,16 @@ class RLHFlessPublished:
 
 
 def _near_learner(layout: Layout) -> tuple[int, ...]:
-    """Slots for generation, first those on the learner's node: they get the longest groups."""
+    """Return the slots for generation, those on the learner's node first: they get the longest groups."""
     away = [slot for slot in layout.generation if layout.replica_slots[slot].node not in layout.learner_nodes]
     return (*(slot for slot in layout.generation if slot not in away), *away)
 
 
 def _may_leave(now: PolicyContext, slot: int) -> bool:
-    """Whether the replica at a slot is awake and its release saves money; others stay [R]."""
+    """Return whether the replica at a slot is awake and its release saves money; others stay [R]."""
     return now.awake(slot) and now.layout.replica_slots[slot].usd_per_s > 0
 
 
 def _up_s(layout: Layout, slot: int) -> float:
-    """Seconds of a cold start until an actor is up, without its weights."""
+    """Return the seconds of a cold start of an actor, without loading weights."""
     return layout.replica_slots[slot].reacquire_s + layout.replica_slots[slot].start_s

@@ -1,8 +1,8 @@
-"""RLHFuse's fusion of generation with the stages after it (arXiv 2409.13221, section 4). Pure.
+"""Fuse generation with the stages after it, as RLHFuse (arXiv 2409.13221, section 4). Pure.
 
-Generation starts as on a static fleet. Once only a tail of the samples is left, all of it is moved, once a step, to the
-fewest actors that can take it; the actors that already have most of it take it. In the paper the devices of the others
-are free then for scoring and reference; here a turn on a device lasts for a whole phase, as in the live fleet.
+Generation starts as on a static fleet. When only a tail of the samples is left, all of it moves, once per step, to the
+fewest actors that have room for it, preferring those that already have most of it. In the paper the devices of the
+other actors then serve scoring and reference; here a turn on a device lasts for a whole phase, as in the live fleet.
 
 No actor gets more sequences than a full batch (`KNEE`), nor more than its KV memory holds if all of them grow to the
 longest response.
@@ -30,8 +30,8 @@ from rlhfless.scaling.policy import Action, EngineLimits, Event, Heartbeat, Lost
 from rlhfless.spec.base import SpecModel
 
 KNEE = 2.0
-"""A batch is full when its iteration takes this many times as long as that of one sequence: beyond, an iteration spends
-more on its sequences than on the weights that they share, and gathering the tail would make the step longer."""
+"""A batch is full when its iteration takes this many times as long as that of one sequence. Beyond that, an iteration
+spends more on its sequences than on the weights that they share, and gathering the tail would make the step longer."""
 
 
 class TailSpec(SpecModel):
@@ -67,7 +67,7 @@ class RLHFuseTail:
         return []
 
     def _gather(self, now: PolicyContext) -> list[Action]:
-        """Moves the tail to the fewest actors that can take it."""
+        """Move the tail to the fewest actors that have room for it."""
         loads = now.loads
         working = [slot for slot in now.layout.generation if loads[slot] > 0]
         takers = _takers(now, working)
@@ -86,7 +86,7 @@ class RLHFuseTail:
 
 
 def _takers(now: PolicyContext, working: list[int]) -> list[int]:
-    """The fewest actors that can take the tail, the actors with most of it first."""
+    """Return the fewest actors that have room for the tail, the actors with most of it first."""
     view, loads = now.view, now.loads
     order = sorted(working, key=lambda slot: (-loads[slot], slot))
     left = ~view.finished
@@ -94,7 +94,7 @@ def _takers(now: PolicyContext, working: list[int]) -> list[int]:
     sequences, tokens = int(left.sum()), most_tokens
     for count, slot in enumerate(order, 1):
         engine = now.layout.replica_slots[slot].engine
-        assert engine is not None  # of a slot for generation
+        assert engine is not None  # set in every slot for generation
         sequences -= _full_batch(engine)
         tokens -= engine.kv_capacity_tokens
         if sequences <= 0 and tokens <= 0:
@@ -103,7 +103,7 @@ def _takers(now: PolicyContext, working: list[int]) -> list[int]:
 
 
 def _full_batch(engine: EngineLimits) -> int:
-    """The largest batch whose iteration takes at most `KNEE` times that of one sequence."""
+    """Return the largest batch whose iteration takes at most `KNEE` times as long as that of one sequence."""
     limit_s, low, high = KNEE * engine.model.iteration_s(1), 1, engine.max_sequences
     while low < high:
         middle = (low + high + 1) // 2

@@ -169,9 +169,11 @@ def tried(scenario: Scenario, entry: PolicyEntry) -> list[FleetShape]:
 
 
 def fleets(scenario: Scenario) -> list[FleetShape]:
-    """Return every fleet that the model fits on: co-located on the devices of 1, 2, 3, ... actors; and disaggregated,
-    with every number of actors and a learner of 1, 2, 4, ... times the devices it needs, or of all devices of its
-    kind."""
+    """Return every fleet that the model fits on.
+
+    Co-located fleets have the devices of 1, 2, 3, ... actors. Disaggregated fleets have every number of actors, and a
+    learner of 1, 2, 4, ... times the devices it needs, or of all devices of its kind.
+    """
     machines, each = scenario.cluster.machines[-1], scenario.engine.devices
     if machines is not scenario.cluster.machines[0]:
         placement = ScenarioPlacementSpec(mode="disaggregated")
@@ -200,8 +202,10 @@ _done: Any = None
 
 
 def _begin(done: Any) -> None:
-    """Prepare a worker process. A terminal sends Ctrl-C to all processes; only the parent handles it, and ends its
-    workers."""
+    """Prepare a worker process to ignore Ctrl-C.
+
+    A terminal sends it to all processes; the parent handles it, and ends its workers.
+    """
     global _done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _done = done
@@ -243,8 +247,7 @@ class ExperimentWorkers:
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[ExperimentTask], later: int) -> list[RunResult]:
-        """Return the results of all tasks; `later` counts the steps of tasks that will follow. Raises the error of a
-        run."""
+        """Return the results of all tasks; `later` counts the steps of later tasks. Raises the error of a run."""
         self._total = self._done + sum(task.scenario.steps for task in tasks) + later
         self._on_progress(self._done, self._total)
         if self._pool is None:

@@ -27,12 +27,12 @@ class ContractError(UserError):
 
 
 def contract_of(scenario: Scenario, entry: PolicyEntry) -> ScenarioContract:
-    """The entry's own contract, or the scenario's."""
+    """Return the entry's own contract, or the scenario's."""
     return entry.contract if entry.contract is not None else scenario.contract
 
 
 def measure_of(contract: ScenarioContract) -> MultipleOf | None:
-    """The measure of a relative contract; None for a contract in numbers."""
+    """Return the measure of a relative contract; None for a contract in numbers."""
     if isinstance(contract, CheapestContract):
         return contract.deadline
     if isinstance(contract, FastestContract):
@@ -41,20 +41,20 @@ def measure_of(contract: ScenarioContract) -> MultipleOf | None:
 
 
 def measured_by(scenario: Scenario, entry: PolicyEntry) -> str | None:
-    """Label of the policy whose figures the entry's contract is a multiple of; None for a contract in numbers."""
+    """Return the label of the policy whose figures the entry's contract multiplies; None for a contract in numbers."""
     measure = measure_of(contract_of(scenario, entry))
     return None if measure is None else measure.policy
 
 
 def measures_itself(scenario: Scenario, entry: PolicyEntry) -> bool:
-    """Whether the scenario's contract is a multiple of this policy's own figures: the policy then works without one."""
+    """Return whether the contract is a multiple of this policy's own figures, so that it runs without a contract."""
     return entry.contract is None and measured_by(scenario, entry) == entry.shown
 
 
 def in_order(scenario: Scenario, wanted: Sequence[PolicyEntry]) -> list[list[PolicyEntry]]:
-    """The policies in rounds, with the policies that their contracts are measured by, each behind its measure.
+    """Return the policies in rounds, adding those that their contracts are measured by, each after its measure.
 
-    Raises ContractError for a measure that is missing, or a circle of them.
+    Raises ContractError for a missing measure, or a circle of measures.
     """
     entries = {entry.shown: entry for entry in scenario.policies}
     needs: dict[str, str | None] = {}
@@ -84,16 +84,16 @@ def in_order(scenario: Scenario, wanted: Sequence[PolicyEntry]) -> list[list[Pol
 
 
 def span_of(contract: ScenarioContract, scenario: Scenario) -> int:
-    """The number of steps that share one limit of the contract."""
+    """Return the number of steps that share one limit of the contract."""
     per = "step" if isinstance(contract, WeightedContract) else contract.per
     return {"step": 1, "epoch": scenario.epoch_steps, "run": scenario.steps}[per]
 
 
 def resolved(contract: ScenarioContract, measured: Sequence[StepFigures] | None, span: int) -> list[ContractSpec]:
-    """The contract in numbers: one for the whole run, or one per step where it is a multiple of another policy's
-    figures in the same step or epoch.
+    """Return the contract in numbers, for the run or per step.
 
-    `measured` are the steps, with the same seed, of the policy that a relative contract names; `span` is `span_of`.
+    There is one per step if it is a multiple of another policy's figures in the same step or epoch. `measured` are the
+    steps, with the same seed, of the policy that a relative contract names; `span` is `span_of`.
     """
     measure = measure_of(contract)
     if isinstance(contract, WeightedContract):
@@ -117,13 +117,13 @@ def resolved(contract: ScenarioContract, measured: Sequence[StepFigures] | None,
 
 
 def _together(values: Sequence[float], span: int) -> list[float]:
-    """By step, the sum over the `span` steps that share its limit; one value if all do."""
+    """Return, by step, the sum over the `span` steps that share its limit; one value if all do."""
     sums = [sum(values[first : first + span]) for first in range(0, len(values), span)]
     return sums if len(sums) == 1 else [sums[step // span] for step in range(len(values))]
 
 
 def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec], span: int) -> list[StepFigures]:
-    """The figures with each step's even share of its limit, and whether the steps that share the limit kept it together
+    """Return the figures with each step's even share of its limit, and whether the steps sharing it kept it
     (`keeps`)."""
     judgements: list[StepFigures] = []
     for first in range(0, len(figures), span):

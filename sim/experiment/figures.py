@@ -72,8 +72,10 @@ class DeviceSupply:
 
 
 def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list[StepFigures]:
-    """Return one entry per step. Raises PriceError for a device kind without a price, LedgerError for broken
-    holdings."""
+    """Return one entry per step.
+
+    Raises PriceError for a device kind without a price, LedgerError for broken holdings.
+    """
     ends = [record.end_s for record in trace.steps]
     last_s = max((holding.end_s for holding in trace.holdings), default=0.0)
     bounds = [0.0, *ends[:-1], max(ends[-1], last_s)] if ends else []
@@ -171,7 +173,7 @@ def steps_of(steps: Sequence[E], part: Part, epoch_steps: int) -> Sequence[E]:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Some steps of one run together."""
+    """The sums over some steps of one run."""
 
     time_s: float
     usd: float
@@ -265,8 +267,10 @@ def row_of(label: str, runs: Sequence[Totals], first: Sequence[Totals], regrets:
 
 
 def objective(contract: ContractSpec, run: Totals, best: Totals) -> float:
-    """Return the contract's objective relative to `best`: cost under a deadline, time under a budget, or the weighted
-    mean of both. 1 is as good as `best`."""
+    """Return the contract's objective relative to `best`; 1 is as good as `best`.
+
+    It is cost under a deadline, time under a budget, or the weighted mean of both.
+    """
     time, cost = ratio(run.time_s, best.time_s), ratio(run.usd, best.usd)
     if isinstance(contract, CheapestSpec):
         return cost

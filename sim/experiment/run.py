@@ -1,4 +1,4 @@
-"""One policy through one run of a scenario."""
+"""Run one policy through one run of a scenario."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FleetShape:
 
     placement: ScenarioPlacementSpec
     devices: int | None = None
-    """Devices of the kind that generates; all of them if None."""
+    """Devices of the kind that generates; None: all of them."""
 
     def __str__(self) -> str:
         size = "all devices" if self.devices is None else f"{self.devices} devices"
@@ -82,7 +82,7 @@ class RunResult:
 
 
 def kind_of(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
-    """The policy of an entry, one of the registry or of the user's own; of a bound, the policy that it bounds.
+    """Return the policy of an entry, from the registry or the user's own; for a bound, the policy that it bounds.
 
     Raises InputError for an unknown name.
     """
@@ -102,9 +102,9 @@ def _policy_of(entry: PolicyEntry) -> str:
 
 
 def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
-    """The entry's own placement; else the placement for which the policy is made; else the scenario's.
+    """Return the entry's own placement, else the placement for which the policy is made, else the scenario's.
 
-    Raises InputError for devices that no actor would use.
+    Raises InputError for an overlapping schedule on a co-located placement.
     """
     kind, placement = kind_of(scenario, entry), entry.placement
     if placement is None:
@@ -119,7 +119,7 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
 
 
 def settings_of(scenario: Scenario, entry: PolicyEntry) -> SpecModel:
-    """The policy's own settings. Raises InputError for an unknown policy, or a setting that it does not have."""
+    """Return the policy's own settings. Raises InputError for an unknown policy, or a setting that it does not have."""
     kind = kind_of(scenario, entry)
     try:
         return configured(_policy_of(entry), entry.settings)
@@ -130,12 +130,12 @@ def settings_of(scenario: Scenario, entry: PolicyEntry) -> SpecModel:
 
 
 def layout_of(scenario: Scenario, fleet: FleetShape) -> ScenarioLayout:
-    """The slots of a fleet. Raises InputError if the learner or an actor does not fit."""
+    """Return the slots of a fleet. Raises InputError if the learner or an actor does not fit."""
     return ScenarioLayout(scenario, fleet.placement, fleet.devices)
 
 
 def supply_of(scenario: Scenario, layout: ScenarioLayout, *, reserved: bool) -> DeviceSupply:
-    """The devices that a policy may hold, and owned ones next to them. `reserved`: it pays for all that it may hold."""
+    """Return the devices that a policy may hold, and the spare ones. `reserved`: it pays for all that it may hold."""
     count = {machines.kind: machines.devices for machines in layout.machines}
     count[layout.machines[-1].kind] = layout.devices
     prices, spare = price_book(scenario), {}
@@ -149,7 +149,7 @@ def supply_of(scenario: Scenario, layout: ScenarioLayout, *, reserved: bool) -> 
 
 
 def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> RunResult:
-    """Simulates the run of a task; `on_step` is called after each step.
+    """Simulate the run of a task, calling `on_step` after each step.
 
     Raises InputError for a scenario that does not fit, SimulationError for a fault of the policy.
     """
@@ -178,7 +178,10 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
 
 
 class Clairvoyant(Forecaster):
-    """Knows each length. `lengths` takes a step's number, and gives the tokens of its samples [samples]."""
+    """A forecaster that knows each length.
+
+    `lengths` takes a step's number, and returns the tokens of its samples [samples].
+    """
 
     def __init__(self, lengths: Callable[[int], Ints]) -> None:
         self._lengths = lengths

@@ -103,8 +103,7 @@ class _Arranger:
             yield apart
 
     def _parts(self, parts: int, tenants: int) -> Arrangement | None:
-        """Divide the cluster into `parts` equal parts, each with `tenants` runs in turns; None if a run does not
-        fit."""
+        """Divide the cluster into `parts` equal parts of `tenants` runs in turns; None if a run does not fit."""
         size = self._devices // parts
         name = f"{parts} parts of {size} devices" if parts > 1 else "all devices"
         name += f", {tenants} runs in turns on each" if tenants > 1 and parts > 1 else ", in turns" * (tenants > 1)
@@ -144,8 +143,7 @@ class _Arranger:
         return Arrangement(name, max(ends), sum(ends) / len(ends), used, kept)
 
     def _kept(self, took_s: Sequence[float]) -> float | None:
-        """Return the share of runs that keep the deadlines of all their steps together; None without deadlines in
-        seconds."""
+        """Return the share of runs that keep the deadlines of all their steps together; None without deadlines."""
         scenario = self._alone.scenario
         contract = scenario.contract
         if not isinstance(contract, CheapestContract) or contract.deadline_s is None:
@@ -159,8 +157,8 @@ _COLOCATED = ScenarioPlacementSpec(mode="colocated")
 
 
 def _phases(trace: Trace, layout: ScenarioLayout, group: str | None) -> Iterator[PhaseWork]:
-    """Yield two phases per step. `group`: the device group that all functions share; None: actors and learner have
-    their own."""
+    """Yield two phases per step. `group`: the group that all functions share; None: actors and learner have their
+    own."""
     actor, learner = layout.actors()[0].slot_setup, layout.learner().slot_setup
     ordered = sorted(trace.invocations, key=attrgetter("step"))
     calls = {step: list(group) for step, group in groupby(ordered, key=attrgetter("step"))}
@@ -173,8 +171,10 @@ def _phases(trace: Trace, layout: ScenarioLayout, group: str | None) -> Iterator
 
 
 def _spent_s(calls: Sequence[Invocation], record: StepRecord) -> tuple[float, float, float]:
-    """Return seconds of one step: first load of weights to last token, from there until all samples are scored, and of
-    reference and learner."""
+    """Return the seconds of generation, of scoring after it, and of reference and learner in one step.
+
+    Generation lasts from the first load of weights to the last token, scoring from there until all samples are scored.
+    """
     begun_s = min(call.start_s for call in calls if call.work is Work.LOAD_WEIGHTS)
     drawn_s = record.start_s + record.metrics["generation_s"]
     scored_s = max((call.end_s for call in calls if call.work is Work.SCORE), default=drawn_s)
@@ -269,8 +269,10 @@ class _SharedRuns:
             self._ends_s[run] = at_s
 
     def _go_on(self, at_s: float) -> None:
-        """Start all phases whose turn it is. A run falls asleep on groups where it does not work and another run
-        waits."""
+        """Start all phases whose turn it is.
+
+        A run falls asleep on groups where it does not work and another run waits.
+        """
         for run in sorted(self._waiting):
             phase = self._runs[run][self._next[run]]
             falls_asleep = any(self._falling.get(group) == run for group in phase.groups)

@@ -1,1 +1,1 @@
-"""Recorded runs: fit the latency model to them, and simulate them again, and compare with the measurements."""
+"""Fit the latency model to recorded runs, simulate them again, and compare with the measurements."""

@@ -1,6 +1,6 @@
-"""A recorded run under another policy or on other devices, next to its replay as it was: both simulated. Pure.
+"""Compare a recorded run under another policy or on other devices with its replay as recorded. Pure.
 
-What is simulated is compared with what is simulated: a measured run also has what no simulation has.
+Both sides are simulated, because a measured run includes effects that no simulation has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Beside:
 
     other: Replay
     base: Replay
-    """As recorded."""
+    """The replay as recorded."""
     ran: str
     """The policy of the run."""
     ahead: int | None = None
@@ -34,18 +34,20 @@ class Beside:
 
     @property
     def times(self) -> float:
-        """The simulated time of the other by that of the base."""
+        """The simulated time of the other divided by that of the base."""
         return _wall_s(self.other) / _wall_s(self.base)
 
     @property
     def costs(self) -> float:
-        """The same of the costs."""
+        """The predicted cost of the other divided by that of the base."""
         return self.other.predicted_usd / self.base.predicted_usd if self.base.predicted_usd else 1.0
 
     @property
     def same(self) -> tuple[int, int]:
-        """Steps in which both plan the same, of all: the plan is the run's own, or, of a policy that records none, the
-        responses are divided over as many actors in the same way."""
+        """The number of steps in which both plan the same, and the number of steps.
+
+        The plans are compared, or, for a policy that records none, the division of response tokens over actors.
+        """
         if self.other.plans:
             return sum(ran == again for _, ran, again in self.other.plans), len(self.other.plans)
         divided = dict(self.base.divided)
@@ -53,7 +55,7 @@ class Beside:
 
     @property
     def sentence(self) -> str:
-        """What the comparison says."""
+        """The result of the comparison in words."""
         same, steps = self.same
         both = f"both plan the same in {'all' if same == steps else f'{same} of'} {steps} steps"
         what = f"{self.times:.2f}x the time at {self.costs:.2f}x the cost"

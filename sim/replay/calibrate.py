@@ -54,8 +54,7 @@ class _WholeTrace(LatencyFit):
 
 
 def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None) -> LatencyFile:
-    """Fit to all steps of the traces, or to the steps whose number `keep` accepts. Raises TraceError if there are
-    none."""
+    """Fit to all steps of the traces, or to those whose number `keep` accepts. Raises TraceError without any."""
     keep = keep or (lambda step: step > 0)  # evaluations before the first step have step 0
     steps = [(record, trace) for trace in traces for record in trace.steps if keep(record.step)]
     if not steps:
@@ -96,7 +95,7 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LearningFit:
-    """The part of a LatencyFile that has nothing to do with generation."""
+    """The part of a LatencyFile that does not concern generation."""
 
     columns: dict[str, LineFit]
     updates: dict[str, LineFit]
@@ -150,8 +149,7 @@ def device_kind(trace: Trace) -> str:
 
 
 def max_sequences(trace: Trace) -> int:
-    """Return the most sequences that an engine of the run had at once. Raises TraceError if its spec lacks the
-    number."""
+    """Return the most sequences that an engine ran at once. Raises TraceError if the spec lacks the number."""
     try:
         most = trace.meta.spec["generation"]["engine"]["max_sequences"]
         return USUAL_SEQUENCES if most == "auto" else int(most)
@@ -183,8 +181,7 @@ def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
 
 
 def _fixed_error_s(points: Sequence[tuple[float, float]], line: LineFit) -> float:
-    """Return the standard error of the fixed part of a line (least squares), with the scatter by the median
-    deviation."""
+    """Return the standard error of the fixed part of a line (least squares), with scatter by median deviation."""
     sizes = np.array([x for x, _ in points])
     scatter_s = 1.4826 * median(abs(s - line.at(x)) for x, s in points)  # for a normal distribution
     return float(scatter_s * np.sqrt(1 / sizes.size + sizes.mean() ** 2 / ((sizes - sizes.mean()) ** 2).sum()))

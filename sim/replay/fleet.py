@@ -2,7 +2,7 @@
 
 A lost replica is replaced by another one, under another name and usually on the same devices. The replayed fleet is
 therefore the fleet of one moment: of the moments with the most functions on devices, the first with the most actors.
-Its replicas held their devices at the same time, so they fit. An actor of another time counts as the actor whose slot
+Its replicas held their devices at the same time, so they fit. An actor from another time counts as the actor whose slot
 it took.
 """
 
@@ -26,7 +26,7 @@ from rlhfless.sim.setup import LearnerShape, SlotSetup
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One incarnation of a replica that has been up."""
+    """One incarnation of a replica that has started."""
 
     function: str
     replica: str
@@ -36,8 +36,11 @@ class Life:
 
 
 class RecordedFleet:
-    """The slots of a run's actors. Raises TraceError for a trace without generation actors, and for one with prefill
-    actors, which no simulated fleet has."""
+    """The slots of a run's actors.
+
+    Raises TraceError for a trace without generation actors, and for one with prefill actors, which no simulated fleet
+    has.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._run_id = trace.meta.run_id
@@ -49,7 +52,7 @@ class RecordedFleet:
             )
         self._together = _most_at_once(self._lives)
         self._slots: dict[str, list[tuple[Life, int]]] = defaultdict(list)
-        """By actor: its lives with their slots. A later attempt of a run may use a name again."""
+        """By actor: its lives with their slots. A later attempt of a run may reuse a name."""
         chosen = [life for life in self._together if life.function == FunctionName.GENERATION]
         if not chosen:
             raise TraceError(f"the trace of {self._run_id} has no generation actor; name the trace of a whole run")
@@ -58,7 +61,7 @@ class RecordedFleet:
         self._take_slots(sorted(chosen, key=lambda life: life.replica))
 
     def allocation(self, function: str) -> Allocation:
-        """The allocation of a function's replica. Raises TraceError if the run had none."""
+        """Return the allocation of a function's replica. Raises TraceError if the run had none."""
         of_function = (life for life in (*self._together, *self._lives) if life.function == function)
         first = next(of_function, None)
         if first is None:
@@ -66,16 +69,15 @@ class RecordedFleet:
         return first.allocation
 
     def lives(self, function: str) -> list[Life]:
-        """Of a function's replicas, in the order of their starts."""
+        """Return the lives of a function's replicas, in the order of their starts."""
         return [life for life in self._lives if life.function == function]
 
     def slot_of(self, actor: str, at_s: float) -> int:
-        """The slot of the actor with this name at a time (unix)."""
+        """Return the slot of the actor with this name at a time (unix)."""
         return min(self._slots[actor], key=lambda one: max(one[0].start_s - at_s, at_s - one[0].end_s, 0.0))[1]
 
     def _take_slots(self, chosen: Sequence[Life]) -> None:
-        """Gives every other actor a slot: one with its own devices before any other slot, and a free slot before one in
-        use."""
+        """Assign a slot to every other actor, preferably with the same devices, then preferably free."""
         until_s = [-math.inf] * len(chosen)
         slot_of = {id(life): slot for slot, life in enumerate(chosen)}
         for life in self._lives:
@@ -92,18 +94,18 @@ class RecordedFleet:
 
 
 def slot_setup_of(allocation: Allocation, start_s: float) -> SlotSetup:
-    """The live fleet keeps all functions of a device up at the same time, each with its share."""
+    """Return a slot next to others: the live fleet keeps all functions of a device awake, each with its share."""
     return SlotSetup(allocation, "recorded", start_s, beside=True)
 
 
 def start_s_of(trace: Trace, function: str) -> float:
-    """Median seconds of the function's cold starts, of which some are given up before they end; 0 if there are none."""
+    """Return the median seconds of the function's cold starts, also of those given up; 0 without any."""
     starts = cold_starts([holding for holding in trace.holdings if holding.function == function])
     return median(end_s - start_s for start_s, end_s in starts) if starts else 0.0
 
 
 def _lives(trace: Trace) -> list[Life]:
-    """The lives of all replicas that were up, in the order of their starts."""
+    """Return the lives of all replicas that have started, in the order of their starts."""
     held: dict[tuple[str, str, str], list[Holding]] = defaultdict(list)
     for holding in trace.holdings:
         held[holding.function, holding.replica, holding.incarnation].append(holding)
@@ -118,8 +120,10 @@ def _lives(trace: Trace) -> list[Life]:
 
 
 def _side_by_side(lives: Sequence[Life]) -> list[Life]:
-    """A run that shared its devices with other runs had each of them whole in its turn. Alone its functions share a
-    device: the fleets that are replayed have no other runs."""
+    """Divide devices among the functions of a run that held each device whole in its turn, next to other runs.
+
+    The replayed fleets have no other runs, so that its functions share each device.
+    """
     of_function: dict[tuple[str, str], float] = defaultdict(float)
     for life in lives:
         for device, share in life.allocation.shared:
@@ -149,7 +153,7 @@ def _allocation(held: Sequence[Holding]) -> Allocation:
 
 
 def _most_at_once(lives: Sequence[Life]) -> list[Life]:
-    """The lives at the first moment with the most functions, and of such moments with the most actors."""
+    """Return the lives at the first moment with the most functions, and of such moments with the most actors."""
     now: list[Life] = []
     best: list[Life] = []
     most = 0, 0

@@ -35,7 +35,7 @@ class EngineFit(SpecModel):
 
 
 class LineFit(SpecModel):
-    """Seconds of a call: a fixed part, and one for each token."""
+    """Seconds of a call: a fixed time, and a time per token."""
 
     fixed_s: NotNegative
     token_s: NotNegative = 0.0
@@ -44,7 +44,7 @@ class LineFit(SpecModel):
         return self.fixed_s + self.token_s * tokens
 
     def times(self, factor: float) -> LineFit:
-        """On devices on which a token takes so many times as long; the fixed part stays."""
+        """Return the fit for devices on which a token takes `factor` times as long; the fixed time stays."""
         return LineFit(fixed_s=self.fixed_s, token_s=self.token_s * factor)
 
 
@@ -54,7 +54,7 @@ class TurnFit(SpecModel):
     sleep_s: NotNegative
     """Until its devices' memory is free."""
     wake_s: NotNegative
-    """Until it has the memory again. In a run an actor wakes as it loads, so that `load_weights_s` has it."""
+    """Until it has the memory again. In a run an actor wakes while it loads, so `load_weights_s` includes its wake."""
 
 
 class LatencyFile(SpecModel):
@@ -68,19 +68,19 @@ class LatencyFile(SpecModel):
     """Device kind of the generation actors."""
     generation: EngineFit
     call_s: NotNegative
-    """A generation call's time outside its samples."""
+    """Seconds of a generation call in which none of its samples runs."""
     load_weights_s: NotNegative
-    """One actor's load."""
+    """Seconds of one actor's load."""
     start_s: NotNegative
-    """An actor's start until it is up."""
+    """Seconds of an actor's start."""
     starts: dict[str, NotNegative] = Field(default_factory=dict)
-    """By other function: its start until it is up."""
+    """By other function: seconds of its start."""
     turns: dict[str, TurnFit] = Field(default_factory=dict)
     """By function that slept between two turns."""
     group_s: NotNegative
-    """Scoring, per prompt group."""
+    """Seconds of scoring per prompt group."""
     columns: dict[str, LineFit] = Field(default_factory=dict)
-    """By function that computes a column, such as the reference: one group."""
+    """By function that computes a per-token output, such as the reference: one group."""
     evaluate: LineFit | None = None
     """The learner's old logprobs of the batch; None if there is one update per step."""
     updates: dict[str, LineFit] = Field(default_factory=dict)
@@ -88,15 +88,15 @@ class LatencyFile(SpecModel):
     learn: LineFit
     publish_s: NotNegative
     driver_s: NotNegative
-    """Seconds of a step in which no function works: calls on their way, the driver's own bookkeeping."""
+    """Seconds of a step in which no function works: calls in transit, the driver's own bookkeeping."""
     helper_cores: NotNegative = 0.0
-    """CPU cores that other processes kept busy while the engines worked, for each core of an engine; 0 if engines have
+    """CPU cores that other processes kept busy while the engines worked, per core of an engine; 0 if engines have
     devices of their own."""
     mean_s: dict[str, NotNegative]
     """Mean seconds of the steps, by stage."""
 
     def scaled(self, factors: Mapping[str, float]) -> LatencyFile:
-        """All seconds of a stage, by its phase, times its factor; those of other stages stay."""
+        """Return the file with the seconds of each stage, by its phase, multiplied by its factor; other stages stay."""
 
         def of(phase: str, seconds: float) -> float:
             return seconds * factors.get(phase, 1.0)
@@ -132,12 +132,12 @@ class LatencyFile(SpecModel):
 
 
 def load_latency(path: str | os.PathLike[str]) -> LatencyFile:
-    """Reads the file. Raises InputError with all problems."""
+    """Read the file. Raises InputError with all problems."""
     return read_values(path, LatencyFile, "name a file that `rlhfless simulate --calibrate` has written")
 
 
 def write_latency(latency: LatencyFile, path: Path) -> None:
-    """Writes the file as YAML. Raises OSError."""
+    """Write the file as YAML. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = "# How long each stage takes, fitted to recorded runs by `rlhfless simulate --calibrate`.\n"
     path.write_text(head + document.dump(latency.model_dump(mode="json")), "utf-8")

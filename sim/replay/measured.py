@@ -1,4 +1,4 @@
-"""The seconds of a recorded step by stage, and the load of its machine. Pure."""
+"""Measure the seconds of a recorded step by stage, and the load of its machine. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WALL = "step"
 
 
 def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
-    """Seconds of a recorded step by stage, without evaluations, checkpoints and faults, which are not simulated."""
+    """Return the seconds of a recorded step by stage, without the unsimulated evaluations, checkpoints and faults."""
     times = step_times(record, trace.invocations)
     apart = union(
         (max(call.start_s, record.resumed_s), min(call.end_s, record.end_s))
@@ -32,7 +32,7 @@ def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
 
 
 def overhead_s(record: StepRecord, trace: Trace) -> tuple[float, float]:
-    """Seconds of a recorded step in which no function worked: the driver's own, and the seconds of cold starts."""
+    """Return the seconds of a recorded step in which no function worked: the driver's own, and those of cold starts."""
     worked = [(call.start_s, call.end_s) for call in trace.invocations]
     begin_s, end_s = record.resumed_s, record.end_s
     idle_s = end_s - begin_s - length(clip(union(worked), begin_s, end_s))
@@ -42,15 +42,17 @@ def overhead_s(record: StepRecord, trace: Trace) -> tuple[float, float]:
 
 
 def means_s(steps: Sequence[tuple[StepRecord, Trace]]) -> dict[str, float]:
-    """Mean seconds of each stage over the steps."""
+    """Return the mean seconds of each stage over the steps."""
     measured = [measured_s(*step) for step in steps]
     return {stage: fmean(each[stage] for each in measured) for stage in measured[0]}
 
 
 def helper_cores(record: StepRecord, trace: Trace) -> float | None:
-    """CPU cores that other processes than the engines kept busy while the step was generated, for each core of an
-    engine: the driver, Ray and scoring work on the engines' samples. None if the engines do not run on cores, or the
-    trace does not say."""
+    """Return the CPU cores that other processes kept busy during generation, per core of an engine.
+
+    The driver, Ray and scoring work on the engines' samples. None if the engines do not run on cores, or the trace
+    lacks the load.
+    """
     busy = record.metrics.get("host_busy_cores")
     if busy is None or not (cores := _cores(trace)):
         return None
@@ -62,7 +64,7 @@ def helper_cores(record: StepRecord, trace: Trace) -> float | None:
 
 
 def drawn_s(step: int, invocations: Sequence[Invocation]) -> list[float]:
-    """Seconds that each engine worked in a step."""
+    """Return the seconds that each engine worked in a step."""
     seconds: dict[str, float] = defaultdict(float)
     for call in _generated(step, invocations):
         seconds[call.replica] += call.duration_s
@@ -70,8 +72,10 @@ def drawn_s(step: int, invocations: Sequence[Invocation]) -> list[float]:
 
 
 def shared_s(work_s: Sequence[float], helpers: float, cores: float) -> float:
-    """Seconds until the last of several engines has ended, if engines, and for each of them `helpers` busy cores of
-    other processes, get equal parts of a machine's cores. On a core of its own each engine would work for `work_s`."""
+    """Return the seconds until the last of several engines has ended, if all share a machine's cores equally.
+
+    Each engine competes with `helpers` busy cores of other processes; on a core of its own it would work for `work_s`.
+    """
     at_s = done_s = 0.0
     for ended, seconds in enumerate(sorted(work_s)):
         wanted = (len(work_s) - ended) * (1 + helpers)
@@ -81,7 +85,7 @@ def shared_s(work_s: Sequence[float], helpers: float, cores: float) -> float:
 
 
 def machine_cores(trace: Trace) -> float | None:
-    """CPU cores of the machine, if the engines run on them."""
+    """Return the CPU cores of the machine if the engines run on them."""
     cores = trace.meta.machine.get("cpu_cores")
     return float(cores) if cores and _cores(trace) else None
 
@@ -91,7 +95,7 @@ def _generated(step: int, invocations: Sequence[Invocation]) -> list[Invocation]
 
 
 def _cores(trace: Trace) -> Mapping[str, int]:
-    """CPU cores of each generation actor; none on other devices."""
+    """Return the CPU cores of each generation actor; none on other devices."""
     devices: dict[str, set[str]] = defaultdict(set)
     for holding in trace.holdings:
         if holding.function == FunctionName.GENERATION and holding.device_kind == CPU_KIND:

@@ -1,8 +1,8 @@
-"""A recorded run as a setup of the simulator: its actors on their devices, with fitted latencies. Pure.
+"""Set up the simulator as a recorded run: its actors on their devices, with fitted latencies. Pure.
 
 KV memory has the size that the engines reported; without a report it is assumed to suffice. No actor is interrupted. A
-replay leaves out the start of the fleet and the replacement of lost replicas; a replica that another policy releases
-and starts again takes as long to start as the run's own replicas.
+replay omits the start of the fleet and the replacement of lost replicas; a replica that another policy releases and
+starts again takes as long to start as the run's own replicas.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ from rlhfless.spec import LearnerSpec, PartialSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.generation import USUAL_BATCH_TOKENS
 
 FORWARD_TOKENS = LearnerSpec().pass_tokens
-"""Tokens of a forward pass where the spec of a trace does not say."""
+"""Tokens of a forward pass if the spec of a trace does not have them."""
 
 NEARLY = 0.9
-"""Part of the prompt tokens that could be saved. A prefix is computed once in each micro-batch that has it, so some are
-computed again."""
+"""Share of the savable prompt tokens that counts as all of them: a prefix is computed once in each micro-batch that has
+it, so some are computed again."""
 
 AS_IT_WAS = OtherDevices()
 
 
 def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS) -> Setup:
-    """The run's fleet, or one on other devices, for whose kind `latency` is. Raises TraceError if the trace lacks
-    a part of it."""
+    """Return the setup of the run's fleet, or of a fleet on other devices.
+
+    `latency` must be fitted to the kind of those devices. Raises TraceError if the trace lacks a part of the fleet.
+    """
     fleet, kind = RecordedFleet(trace), device_kind(trace)
 
     def allocation(function: str) -> Allocation:
@@ -89,9 +91,11 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
 
 
 def steps_drawn(simulation: Simulation, trace: Trace, batches: Sequence[RolloutBatch]) -> None:
-    """Simulate the steps that learned from `batches`. Where steps leave groups to later ones, these are started as in
-    the run, which started a group with the weights of its first token, and prompts share no prefixes: which of them do
-    with the groups that are left is not in a trace."""
+    """Simulate the steps that learned from `batches`.
+
+    Steps that defer groups start them as in the run, which started a group with the weights of its first token. Prompts
+    then share no prefixes: the trace does not show which prefixes deferred groups share.
+    """
     written = trace.meta.spec.get("schedule") or {}
     schedule: ScheduleSpec = SyncSpec()
     if written.get("type") == "partial":
@@ -107,20 +111,21 @@ def steps_drawn(simulation: Simulation, trace: Trace, batches: Sequence[RolloutB
 
 
 def _max_staleness(trace: Trace) -> int:
-    """Steps that the run generated ahead of its learner; a schedule of the user's own counts as one with none."""
+    """Return the number of steps that the run generated ahead of its learner; a user's own schedule counts as 0."""
     schedule = trace.meta.spec.get("schedule") or {}
     ahead = {"one_step_off": 1, "async": int(schedule.get("max_staleness", 0))}
     return ahead.get(schedule.get("type", "sync"), 0)
 
 
 def _loads_in_flight(trace: Trace) -> bool:
-    """Whether actors took in weights while they generated, several steps at once."""
+    """Return whether actors loaded weights while they generated, several steps at once."""
     schedule = trace.meta.spec.get("schedule") or {}
     return schedule.get("type") == "async" and bool(schedule.get("in_flight", True))
 
 
 def _prefix_use(trace: Trace) -> PrefixUse:
-    """Live runs plan shared prefixes; their spec says whether reference and learner share them."""
+    """Return how the run used prefixes: it planned them, and its spec shows whether reference and learner share
+    them."""
     learner = trace.meta.spec.get("learner") or {}
     if not learner.get("share_prefixes", True):
         return PrefixUse(planned=True)
@@ -131,8 +136,11 @@ def _prefix_use(trace: Trace) -> PrefixUse:
 
 
 def _packed_all(trace: Trace) -> bool:
-    """Whether the learner computed nearly every shared prompt token once. It looks at the tokens: beginnings of
-    responses that siblings have in common make packing pay where lengths, which are all that a trace has, say no."""
+    """Return whether the learner computed nearly every shared prompt token once.
+
+    The learner compares tokens: common beginnings of sibling responses make packing pay in cases where lengths, all
+    that a trace has, suggest that it does not.
+    """
     saved = sum(
         call.cached_tokens
         for call in trace.invocations
@@ -145,7 +153,7 @@ def _packed_all(trace: Trace) -> bool:
 
 
 class AsRecorded:
-    """The policy of the run, if the trace shows it: every sample goes to the actor that finished it."""
+    """The policy of the run, as shown by the trace: every sample goes to the actor that finished it."""
 
     def __init__(self, trace: Trace) -> None:
         self._fleet = RecordedFleet(trace)
@@ -173,7 +181,7 @@ class AsRecorded:
         ]
 
     def _siblings(self, step: int, prompt_id: str) -> list[TracedRollout]:
-        """The group that is generated in a step; a later step may learn from it."""
+        """Return the group that is generated in a step; a later step may learn from it."""
         steps = self._rows[prompt_id if prompt_id in self._rows else prompt_id.rstrip(AGAIN)]
         return steps[next((learned for learned in steps if learned >= step), max(steps))]
 

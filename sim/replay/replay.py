@@ -67,15 +67,14 @@ class StageError:
 
     @property
     def skill(self) -> float | None:
-        """1 - error / error_of_mean: 1 is perfect, 0 as good as the mean, below 0 worse. None if the mean is
+        """1 - error / error_of_mean: 1 is perfect, 0 as good as the mean, below 0 worse; None if the mean is
         perfect."""
         return 1 - self.error / self.error_of_mean if self.error_of_mean else None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Prompt tokens that a function computed in all steps, divided by the tokens with each shared prefix counted
-    once."""
+    """Prompt tokens that a function computed in all steps, over the tokens with each shared prefix counted once."""
 
     function: str
     measured: float
@@ -109,8 +108,7 @@ class Replay:
 
     @property
     def errors(self) -> list[StageError]:
-        """Errors by stage, without stages that the run did not have, and without repeated steps unless all were
-        repeated."""
+        """Errors by stage, without stages that the run lacks, and without repeated steps unless all were repeated."""
         steps = [step for step in self.steps if not step.done_again] or self.steps
         return [
             self._error(stage, [step for step in steps if step.measured_s[stage] > 0])
@@ -120,8 +118,7 @@ class Replay:
 
     @property
     def changed_pace(self) -> str:
-        """A message if the judged steps took much longer or shorter than the fit to the other steps predicts; otherwise
-        empty."""
+        """A message if the judged steps took much longer or shorter than the fit predicts; otherwise empty."""
         if self.policy != AS_RECORDED or self.extrapolated_to:
             return ""
         told = []
@@ -232,11 +229,10 @@ def replay(
 def fitted(
     traces: Sequence[Trace], drawn: Sequence[Sequence[RolloutBatch]], keep: Callable[[int], bool] | None = None
 ) -> LatencyFile:
-    """Fit latencies to the traces (see `calibrate`), scaled to reproduce the mean time of the fitted steps in each
-    stage and in total.
+    """Fit latencies to the traces (see `calibrate`), scaled to the mean time of the fitted steps.
 
-    The scaling is needed because the fit uses medians, which do not keep means. Differences that the scatter of the
-    steps explains remain. `drawn` are the batches of each trace.
+    Each stage and the total are scaled, because the fit uses medians, which do not keep means. Differences that the
+    scatter of the steps explains remain. `drawn` are the batches of each trace.
     """
     latency = calibrate(traces, keep)
 
@@ -272,8 +268,7 @@ def _may_be_chance(values: Sequence[float]) -> bool:
 
 
 def one_after_another(simulated: Trace) -> Iterator[StepRecord]:
-    """Yield steps as a run's trace has them: each starts at the end of the previous step, even if its samples were
-    generated earlier."""
+    """Yield steps as in a run's trace: each starts at the end of the previous one, even if generated earlier."""
     ended_s = -math.inf
     for step in simulated.steps:
         yield replace(step, start_s=max(step.start_s, ended_s))
@@ -322,7 +317,7 @@ def _predicted_s(
 
     `overhead_s`: seconds in which no function works; they are not simulated.
     """
-    # Columns are predicted from their lines, below; what computes them may learn, too.
+    # Per-token outputs are predicted from their fitted lines, below; the functions that compute them may also learn.
     others = [call for call in simulated.invocations if call.work is not Work.LOGPROBS or not latency.columns]
     times = step_times(record, simulated.invocations)
     phases_s = step_times(record, others).phases_s

@@ -2,7 +2,7 @@
 
 A policy has the run's contract, and the run's own keys if it is the run's policy. Seconds on devices that the run did
 not have are extrapolated by data sheets: reading scales with the bandwidth, products with their rate, attention with
-its own share of the bandwidth. The runtime's part of an iteration, and the fixed parts of calls, loads and starts stay.
+its own share of the bandwidth. The runtime's part of an iteration and the fixed parts of calls, loads and starts stay.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ class OtherDevices:
     """Devices that the run did not have, and how far ahead of its learner it generates on them."""
 
     kind: str | None = None
-    """Of the functions that were on the actors' kind; None: as they were."""
+    """Kind for the functions that were on the actors' kind; None: unchanged."""
     actors: int | None = None
-    """Most generation actors; None: as many as the run could have had (`scaling.generation.max_actors`)."""
+    """Number of generation actors; None: the most that the run could have had (`scaling.generation.max_actors`)."""
 
     max_staleness: int | None = None
     """Steps that are generated ahead of the learner; None: as in the run."""
 
     def __str__(self) -> str:
-        """The extrapolation, for a reader: the number of actors and the kind of devices."""
+        """Describe the extrapolation: the number of actors and the kind of devices."""
         kind = "" if self.kind is None else f"{self.kind}, by data sheets"
         return ", ".join(filter(None, ("" if self.actors is None else f"{self.actors} actors", kind)))
 
     def allocations(self, actors: tuple[Allocation, ...], kind: str, most: int) -> tuple[Allocation, ...]:
-        """The devices of the actors, by slot, from the ones of `kind` that they had. An actor that the run did not have
-        is like the run's last one, on devices of its own."""
+        """Return the devices of the actors, by slot, replacing those of `kind`.
+
+        An actor that the run did not have is like the run's last one, on devices of its own.
+        """
         count = self.actors or max(len(actors), most)
         last = actors[-1]
         added = (
@@ -61,7 +63,7 @@ class OtherDevices:
         return tuple(self.allocation(allocation, kind) for allocation in (*actors[:count], *added))
 
     def allocation(self, allocation: Allocation, kind: str) -> Allocation:
-        """The same devices; the ones of `kind` become devices of the other kind."""
+        """Return the same devices, with those of `kind` replaced by the other kind."""
         to = self.kind or kind
         devices = (
             Device(device.name, to if device.kind == kind else device.kind, device.index)
@@ -71,14 +73,16 @@ class OtherDevices:
 
 
 def policy_of(trace: Trace) -> str:
-    """The name of the run's own policy; `the run` if its spec names none."""
+    """Return the name of the run's own policy; `the run` if its spec names none."""
     policy = (trace.meta.spec.get("scaling") or {}).get("policy")
     return str(policy["type"]) if isinstance(policy, dict) and policy.get("type") else "the run"
 
 
 def run_policy(trace: Trace, name: str | None = None) -> tuple[str, Policy]:
-    """The named policy, by default the run's own, with the run's contract. Raises PolicyError for an unknown name,
-    TraceError if the trace names none."""
+    """Return the named policy, by default the run's own, with the run's contract.
+
+    Raises PolicyError for an unknown name, TraceError if the trace names none.
+    """
     scaling = trace.meta.spec.get("scaling") or {}
     ran = scaling.get("policy")
     ran = ran if isinstance(ran, dict) else {}
@@ -89,14 +93,14 @@ def run_policy(trace: Trace, name: str | None = None) -> tuple[str, Policy]:
 
 
 def run_contract(trace: Trace) -> RunContract:
-    """The contract of a run, for the steps that it had."""
+    """Return the contract of a run, for the steps that it had."""
     written = (trace.meta.spec.get("scaling") or {}).get("contract")
     contract = TypeAdapter(ContractSpec).validate_python(written or WeightedSpec().model_dump())
     return RunContract(contract, max(len(trace.steps), 1))
 
 
 def model_shape(trace: Trace) -> ModelShape | None:
-    """The shape of the run's model; None if its folder is not here, or its config is of another kind."""
+    """Return the shape of the run's model; None if its folder is not here, or its config is of another kind."""
     try:
         config = json.loads((Path(trace.meta.spec["model"]["path"]) / "config.json").read_text())
         dtype = trace.meta.spec["model"].get("dtype")
@@ -106,8 +110,11 @@ def model_shape(trace: Trace) -> ModelShape | None:
 
 
 def kv_tokens(trace: Trace, kind: str, to: str) -> int | None:
-    """Tokens of an actor's KV memory, as the engines reported; on another kind of device with the difference of memory.
-    None if the trace does not say, or the model's folder is needed and is not here."""
+    """Return the tokens of an actor's KV memory, as the engines reported.
+
+    On another kind of device the difference of memory is added. None if the trace lacks the report, or the model's
+    folder is needed and is not here.
+    """
     reported = [int(row.inputs.get(KV_CAPACITY, 0)) for row in trace.decisions if row.kind == START]
     known = min((tokens for tokens in reported if tokens > 0), default=None)
     if known is None or kind == to:
@@ -121,8 +128,11 @@ def kv_tokens(trace: Trace, kind: str, to: str) -> int | None:
 
 
 def on_kind(latency: LatencyFile, kind: str) -> LatencyFile:
-    """The fit, extrapolated to another kind of device. Raises UnknownDevice for one without a data sheet, TraceError
-    between CPU cores and other devices, which share no part of an iteration's time."""
+    """Return the fit, extrapolated to another kind of device.
+
+    Raises UnknownDevice for a kind without a data sheet, TraceError between CPU cores and other devices, which share no
+    part of an iteration's time.
+    """
     if kind == latency.device_kind:
         return latency
     if CPU_KIND in (kind, latency.device_kind):

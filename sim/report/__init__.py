@@ -35,8 +35,10 @@ SUMMARY_VERSION = 2
 
 
 def summary(comparison: PolicyComparison) -> dict[str, Any]:
-    """The summary as plain values. Equal scenarios and seeds give equal values, on any machine, with any number of
-    jobs."""
+    """Return the summary as plain values.
+
+    Equal scenarios and seeds give equal values, on any machine and with any number of jobs.
+    """
     scenario = comparison.scenario
     parts: list[Part] = ["all", "first", "later"] if quoted_part(scenario) == "later" else ["all"]
     return {

@@ -1,4 +1,4 @@
-"""One HTML page that holds everything: no scripts, no fonts, no pictures from elsewhere."""
+"""Render a comparison as one self-contained HTML page, without scripts, fonts or pictures from elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ summary { cursor: pointer; color: #0060a0; }
 
 
 def page(comparison: PolicyComparison) -> str:
-    """The report of a comparison as the text of one HTML page."""
+    """Return the report of a comparison as the text of one HTML page."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     parts: list[Part] = [part] if part == "all" else ["later", "first", "all"]
     few = scenario.seeds < LEAST_VALUES
@@ -67,7 +67,7 @@ def _table(rows: Sequence[ResultRow]) -> str:
 
 
 def _pareto(rows: Sequence[ResultRow]) -> str:
-    """Draw cost against time as SVG, with confidence intervals; lower left is better."""
+    """Plot cost against time as SVG, with confidence intervals; lower left is better."""
     width, height, margin = 760.0, 400.0, 56.0
     costs, times = ([pick(row) for row in rows] for pick in (attrgetter("step_usd"), attrgetter("step_s")))
 
@@ -87,7 +87,7 @@ def _pareto(rows: Sequence[ResultRow]) -> str:
     parts.append('<text x="8" y="14">seconds per step</text>')
     for row, usd, seconds in zip(rows, costs, times, strict=True):
         across, up = x(usd.mean), y(seconds.mean)
-        # An interval may reach below 0, where neither a cost nor a time can be.
+        # An interval may reach below 0, unlike costs and times.
         bars = f"M{x(max(usd.low, 0)):.1f} {up:.1f}H{x(usd.high):.1f}M{across:.1f} {y(max(seconds.low, 0)):.1f}"
         parts.append(f'<path d="{bars}V{y(seconds.high):.1f}" stroke="#bbb" fill="none"/>')
         parts.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="4" fill="#0072b2"/>')
@@ -96,7 +96,7 @@ def _pareto(rows: Sequence[ResultRow]) -> str:
 
 
 def _limits(values: Sequence[Interval]) -> tuple[float, float]:
-    """Limits of an axis: at least LEAST_RANGE around the means, so that small differences do not fill it."""
+    """Return the limits of an axis: at least LEAST_RANGE around the means, so that small differences do not fill it."""
     means = [each.mean for each in values]
     low = min((1 - LEAST_RANGE) * max(means), *(max(each.low, 0.0) for each in values))
     return low, max((1 + LEAST_RANGE) * min(means), *(each.high for each in values), low + 1e-9)
@@ -107,7 +107,7 @@ DASH = "-"
 
 @dataclass(frozen=True, slots=True)
 class ReportColumn:
-    """One figure."""
+    """One figure of the table."""
 
     title: str
     unit: str
@@ -116,12 +116,12 @@ class ReportColumn:
     percent: bool = False
 
     def text(self, row: ResultRow) -> str:
-        """The mean."""
+        """Return the mean as text."""
         interval = self.pick(row)
         return DASH if interval is None else self._number(interval.mean)
 
     def limits(self, row: ResultRow) -> tuple[str, ...]:
-        """Both ends of the interval; empty where it is the mean alone."""
+        """Return both ends of the interval; empty if it is the mean alone."""
         interval = self.pick(row)
         if interval is None or interval.low == interval.high:
             return ()

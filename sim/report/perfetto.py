@@ -1,7 +1,7 @@
-"""A run as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
+"""Export a run as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One process per function, one track per device and kind of slice: which replica held it in which state, and which calls
-ran. Times are in microseconds, as the format asks.
+One process per function, one track per device and kind of slice: the replica that held it with its state, and the calls
+that ran. Times are in microseconds, as the format requires.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _US = 1e6
 
 
 def trace_events(trace: Trace) -> dict[str, Any]:
-    """The trace as a JSON object."""
+    """Return the trace as a JSON object."""
     names = in_order([*(held.function for held in trace.holdings), *(call.function for call in trace.invocations)])
     processes = {name: number for number, name in enumerate(names, 1)}
     tracks: dict[tuple[int, str], int] = {}
@@ -62,7 +62,7 @@ def _slice(process: int, track: int, name: str, start_s: float, end_s: float) ->
 
 
 def _work_text(function: str, work: Work) -> str:
-    """Name a call's work; a critic's is of the same kinds as the reference's and the learner's."""
+    """Return the name of a call's work; a critic's calls have the kinds of the reference's and the learner's."""
     if function == FunctionName.CRITIC:
         return {Work.LOGPROBS: "critic values", Work.LEARN: "critic learn"}.get(work, str(work).replace("_", " "))
     return "reference" if work is Work.LOGPROBS else str(work).replace("_", " ")

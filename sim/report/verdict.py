@@ -1,4 +1,4 @@
-"""The sentences that a comparison ends with: what to take, what it saves, and what would change the choice."""
+"""The verdict of a comparison: the policy to take, its savings, and the changes that would alter the choice."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlhfless.sim.scenarios.scenario import (
 from rlhfless.sim.statistics import LEAST_VALUES, Interval
 
 EQUAL = 0.01
-"""Figures that differ by less than this share are equal, and so are those whose interval has 1."""
+"""Figures that differ by less than this share count as equal, and so do those whose interval contains 1."""
 
 
 def verdict(comparison: PolicyComparison) -> str:
-    """The policy to take under the scenario's contract; empty with fewer than two to choose from."""
+    """Return the policy to take under the scenario's contract; empty with fewer than two to choose from."""
     scenario = comparison.scenario
     names = {entry.shown: entry.name for entry in scenario.policies}
     rows = [row for row in comparison.rows(quoted_part(scenario)) if names[row.label] != CLAIRVOYANT]
@@ -41,7 +41,7 @@ def verdict(comparison: PolicyComparison) -> str:
 
 
 def arrangements_verdict(runs: int, found: Sequence[Arrangement]) -> str:
-    """The arrangement of several runs to take; empty if only one fits."""
+    """Return the arrangement of several runs to take; empty if only one fits."""
     if len(found) < 2:
         return ""
     first, best = found[0], min(found, key=lambda each: each.makespan_s)
@@ -56,12 +56,12 @@ def arrangements_verdict(runs: int, found: Sequence[Arrangement]) -> str:
 
 
 def _figures(row: ResultRow) -> tuple[float, float]:
-    """Time and cost, by the first policy's."""
+    """Return time and cost, relative to the first policy."""
     return 1 / row.speed_up.mean, row.cost_ratio.mean
 
 
 def _objective(row: ResultRow, rows: Sequence[ResultRow], contract: ScenarioContract) -> float:
-    """What the contract asks to be small; of policies that keep it less often than another, never the least."""
+    """Return the value that the contract minimises, plus a penalty for keeping it less often than another policy."""
     time, cost = _figures(row)
     least_time, least_cost = (min(one) or 1.0 for one in zip(*map(_figures, rows), strict=True))
     time, cost = time / least_time, cost / least_cost
@@ -98,7 +98,7 @@ def _equal(ratio: float, interval: Interval) -> bool:
 
 
 def _flip(best: ResultRow, rows: Sequence[ResultRow], contract: ScenarioContract) -> str:
-    """The change of the contract that would change the choice."""
+    """Return the change of the contract that would change the choice."""
     time, cost = _figures(best)
     faster = [row for row in rows if _figures(row)[0] < time * (1 - EQUAL)]
     cheaper = [row for row in rows if _figures(row)[1] < cost * (1 - EQUAL)]
@@ -123,7 +123,7 @@ def _flip(best: ResultRow, rows: Sequence[ResultRow], contract: ScenarioContract
 
 
 def _even_weight(best: ResultRow, other: ResultRow, rows: Sequence[ResultRow]) -> float | None:
-    """The weight of time at which both are as good; None without one."""
+    """Return the weight of time at which both are equally good; None if there is none."""
     least_time, least_cost = (min(one) or 1.0 for one in zip(*map(_figures, rows), strict=True))
     saved_time = (_figures(best)[0] - _figures(other)[0]) / least_time
     more_cost = (_figures(other)[1] - _figures(best)[1]) / least_cost
@@ -135,7 +135,7 @@ PARTS: dict[Part, str] = {"all": "all steps", "first": "first epoch", "later": "
 
 
 def contract_text(contract: ScenarioContract) -> str:
-    """Such as `as cheap as can be, in at most 1.5 x the time of static_colocated over the run`."""
+    """Return a contract in words: `as cheap as can be, in at most 1.5 x the time of static_colocated over the run`."""
     if isinstance(contract, CheapestContract):
         limit = f"{contract.deadline_s:g} s" if contract.deadline is None else _multiple(contract.deadline, "time")
         return f"as cheap as can be, in at most {limit} {_per(contract.per)}"
@@ -146,15 +146,18 @@ def contract_text(contract: ScenarioContract) -> str:
 
 
 def best_fleets(comparison: PolicyComparison) -> str:
-    """The best static fleets by seed; empty if the scenario has no such policy."""
+    """Return the best static fleets by seed; empty if the scenario has no such policy."""
     labels = [entry.shown for entry in comparison.scenario.policies if entry.name == BEST_STATIC]
     lines = [f"{label}: {run.fleet}" for label in labels for run in comparison.results.get(label, ())]
     return "; ".join(dict.fromkeys(lines))
 
 
 def missed(comparison: PolicyComparison) -> list[str]:
-    """By policy, the number of steps that did not keep the contract, as in the column `kept`, and for how many of them
-    no plan could by its forecast, with the last one's reason: the first ones have cold starts."""
+    """Return a line per policy with the number of steps that did not keep the contract, as in the column `kept`.
+
+    It includes how many of them no plan could keep by its forecast, with the reason of the last: the first ones have
+    cold starts.
+    """
     lines = []
     for label, runs in comparison.results.items():
         late = [(run, each.step) for run in runs for each in run.steps if each.kept is False]

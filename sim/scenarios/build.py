@@ -49,10 +49,10 @@ def price_book(scenario: Scenario) -> PriceBook:
 
 
 class ScenarioLayout:
-    """Slots of one placement. The learner's side is on the first machines, generation on the first `devices` devices of
-    the last machines, by default all.
+    """Slots of one placement.
 
-    Raises InputError if the learner or an actor does not fit.
+    The learner's side is on the first machines, generation on the first `devices` devices of the last machines, by
+    default all. Raises InputError if the learner or an actor does not fit.
     """
 
     def __init__(self, scenario: Scenario, placement: ScenarioPlacementSpec, devices: int | None = None) -> None:

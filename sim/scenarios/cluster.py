@@ -57,7 +57,7 @@ class MachinesSpec(SpecModel):
 
     @model_validator(mode="after")
     def _fits(self) -> MachinesSpec:
-        if self.devices > MOST_PROCESSES:  # a simulation takes time and memory for each
+        if self.devices > MOST_PROCESSES:  # a simulation takes time and memory for each device
             raise ValueError(
                 f"nodes ({self.nodes:,}) x devices_per_node ({self.devices_per_node:,}) is more than "
                 f"{MOST_PROCESSES:,} devices; use fewer machines"
@@ -133,7 +133,7 @@ class ClusterSpec(SpecModel):
     """Devices are those of a seller of containers. Functions then share none: with placement `disaggregated`."""
 
     def sheet(self, kind: str) -> DeviceSheet:
-        """The figures of a kind of device among the machines."""
+        """Return the data sheet of a kind of device."""
         return load_devices(self.devices)[kind]
 
     @model_validator(mode="after")
@@ -182,7 +182,8 @@ class ClusterSpec(SpecModel):
 
 
 def uncounted_nodes(devices_per_node: int, prompts: int, actor_devices: int, learner_devices: int | None) -> int:
-    """Machines that a run can use: an actor for each prompt of a step, and the learner, of one machine by default."""
+    """Return the machines that a run can use: an actor per prompt of a step, and the learner, by default one
+    machine."""
     return -(-(prompts * actor_devices + (learner_devices or devices_per_node)) // devices_per_node)
 
 
@@ -213,7 +214,8 @@ class TransportSpec(SpecModel):
 
     @property
     def device_bytes_per_s(self) -> float:
-        """Rate at which a device of an actor has new weights. A broadcast and a load overlap, and the slower counts."""
+        """Rate at which a device of an actor gets new weights; a broadcast and a load overlap, and the slower
+        counts."""
         return min(self.broadcast_bytes_per_s, self.load_bytes_per_s) if self.kind == "nccl" else self.load_bytes_per_s
 
 
@@ -244,7 +246,7 @@ class DevicesByNode:
 
     @classmethod
     def of(cls, machines: MachinesSpec, devices: int) -> DevicesByNode:
-        """The first `devices` devices of these machines."""
+        """Return the first `devices` devices of these machines."""
         nodes = []
         for node in range(machines.nodes):
             first = node * machines.devices_per_node
@@ -259,14 +261,14 @@ class DevicesByNode:
         return [device for _, devices in self.devices for device in devices]
 
     def without(self, taken: Sequence[Device]) -> DevicesByNode:
-        """All devices but these."""
+        """Return all devices but these."""
         names = {device.name for device in taken}
         return DevicesByNode(
             tuple((node, tuple(s for s in devices if s.name not in names)) for node, devices in self.devices)
         )
 
     def actors(self, devices_each: int) -> Iterator[tuple[str, tuple[Device, ...]]]:
-        """Node and devices of each actor; none spans two nodes."""
+        """Yield node and devices of each actor; none spans two nodes."""
         for node, devices in self.devices:
             for first in range(0, len(devices) - devices_each + 1, devices_each):
                 yield node, devices[first : first + devices_each]

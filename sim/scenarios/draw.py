@@ -27,8 +27,10 @@ from rlhfless.spec.errors import InputError, Problem
 
 
 def batches(scenario: Scenario, seed: int) -> list[RolloutBatch]:
-    """Return the batches of all steps. Raises InputError if there are too few; WorkloadError, TraceError for a bad
-    file."""
+    """Return the batches of all steps.
+
+    Raises InputError if there are too few; WorkloadError, TraceError for a bad file.
+    """
     drawn = _drawn(scenario, seed)
     levels = () if scenario.prefixes is None else scenario.prefixes.levels
     return [behind_prefixes(batch, levels) for batch in drawn] if levels else drawn

@@ -34,14 +34,14 @@ from rlhfless.spec.removed import REMOVED_FROM_SCENARIOS
 from rlhfless.spec.schedule import IN_TURN, PartialSpec, ScheduleSpec, SyncSpec
 
 BEST_STATIC = "best_static"
-"""The best static fleet in hindsight, which is not a policy."""
+"""The best static fleet in hindsight; not a policy."""
 
 CLAIRVOYANT = "clairvoyant"
-"""The bounds: they know each length, or each prompt's distribution of lengths."""
+"""The bound: a policy that knows each length."""
 
 
 ScenarioPer = Literal["step", "epoch", "run"]
-"""The steps that a limit is for."""
+"""The steps that share a limit."""
 
 
 class MultipleOf(SpecModel):
@@ -193,23 +193,23 @@ class Scenario(SpecModel):
     @model_validator(mode="before")
     @classmethod
     def _all_policies(cls, data: Any) -> Any:
-        """Without `policies`: all with their own settings, the best static fleet, and the clairvoyant."""
+        """Fill in missing `policies`: all in their own settings, the best static fleet, and the clairvoyant."""
         if not isinstance(data, dict) or "policies" in data:
             return data
-        # `static` is what the best static fleet is made of.
+        # The best static fleet tries fleets under `static`.
         names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, CLAIRVOYANT)
         schedule = data.get("schedule", "sync")
         named = schedule.get("type", "sync") if isinstance(schedule, dict) else getattr(schedule, "type", schedule)
         cluster = data.get("cluster")
         kinds = len(cluster.get("machines") or ()) if isinstance(cluster, dict) else 1
-        if named not in IN_TURN or kinds > 1:  # a co-located policy does all in turn, on one kind of device
+        if named not in IN_TURN or kinds > 1:  # a co-located policy does everything in turn, on one kind of device
             names = tuple(name for name in names if name not in POLICIES or POLICIES[name].placement != "colocated")
         return {**data, "policies": [{"name": name} for name in names]}
 
     @model_validator(mode="before")
     @classmethod
     def _containers_have_no_count(cls, data: Any) -> Any:
-        """Count the machines of a seller of containers, where `nodes` is left out."""
+        """Count the machines of a seller of containers where `nodes` is missing."""
         cluster = data.get("cluster") if isinstance(data, dict) else None
         if not isinstance(cluster, dict) or cluster.get("serverless") is None or "prompts_per_step" not in data:
             return data
@@ -233,7 +233,7 @@ class Scenario(SpecModel):
                 for each in cluster["machines"]
             ]
         except (KeyError, TypeError, ValueError):
-            return data  # the fields' own types say what is wrong
+            return data  # the fields' own types report the problem
         return {**data, "cluster": {**cluster, "machines": counted}}
 
     @model_validator(mode="after")

@@ -29,22 +29,22 @@ EIGHT, FULL = 8, 16
 """Bits of a byte, and of a format that is not quantised."""
 
 RESERVED_GB, RESERVED_SHARE = 3.9, 0.1
-"""Memory of a device that an engine needs next to weights and KV, and most of it as a share of the device."""
+"""Memory of a device that an engine needs in addition to weights and KV, and its largest share of the device."""
 
 LEARN_OPERATIONS = 6
 """Operations per parameter and token of a forward and a backward pass, as an MFU counts them."""
 
 KEPT_SHARE = 6 / 8
-"""The time of a forward and backward pass that keeps its activations, as a share of one that computes them again: MFUs
-are of passes of 8 operations."""
+"""The time of a forward and backward pass that keeps its activations, as a share of one that recomputes them: MFUs are
+of passes of 8 operations."""
 
 FORWARD_OPERATIONS = 2 * 6 / 8
-"""The same of a forward pass alone, at the rate at which devices work while activations are computed again: 8
-operations in the time of 6."""
+"""Operations of a forward pass alone, at the rate of devices that recompute activations: 8 operations in the time of
+6."""
 
 CONTEXT_SHARE = 0.25
-"""Context of a sequence at which a plan chooses the depth of drafts, as a share of `max_tokens`: as long as a response
-is taken to be before any is known."""
+"""Context of a sequence at which a plan chooses the depth of drafts, as a share of `max_tokens`: the assumed length of
+a response before any is known."""
 
 LEARNER_MEMORY_SHARE = 0.8
 """Share of the devices' memory for weights, gradients and the optimiser's state; the rest is for activations."""
@@ -63,9 +63,9 @@ class Packed:
 
     model: EngineModel
     runtime_s: float
-    """The seconds of each decode iteration next to the model's kernels."""
+    """Seconds of each decode iteration in addition to the model's kernels."""
     line: LinearEngine
-    """Through the model: its prices of a token in a large prefill, and of a pair of tokens in attention."""
+    """A line through the model: its prices of a token in a large prefill, and of a pair of tokens in attention."""
 
     @classmethod
     def of(cls, model: EngineModel, runtime_s: float = 0.0) -> Packed:
@@ -83,7 +83,7 @@ class Packed:
 
 
 def engine_shape(scenario: Scenario) -> ModelShape:
-    """The model as the engine holds it, with weights and KV in the engine's formats."""
+    """Return the shape of the model in the engine, with weights and KV in the engine's formats."""
     shape, engine = scenario.model.shape, scenario.engine
     kept = replace(shape, kv_number_bytes=1 if engine.kv_bits == EIGHT else shape.weight_bytes)
     if engine.weight_bits < FULL:
@@ -92,11 +92,11 @@ def engine_shape(scenario: Scenario) -> ModelShape:
 
 
 def engine_model(scenario: Scenario, kind: str) -> EngineModel:
-    """The latency model of one actor on devices of this kind. Raises InputError if there is none."""
+    """Return the latency model of one actor on devices of this kind. Raises InputError if there is none."""
     latency, runtime_s = scenario.engine.latency, scenario.engine.runtime_s
     if isinstance(latency, FittedLatency):
         runtime_s = 0.0
-    elif isinstance(latency, EngineLatency):  # has what a server adds; a run adds as much more as with vLLM
+    elif isinstance(latency, EngineLatency):  # includes a server's overhead; a run adds the same excess as with vLLM
         runtime_s = max(runtime_s - load_engines()["vllm"].fit(kind, "roofline").fixed_s, 0.0)
     packed, drafts = Packed.of(_engine_model(scenario, kind), runtime_s), scenario.engine.speculation
     if drafts is None:
@@ -133,9 +133,11 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
 
 
 def kv_tokens(scenario: Scenario, kind: str) -> int:
-    """Tokens whose KV fits next to the weights on one actor's devices, in all layers: a lower bound for a model with
-    windows, whose long sequences hold less. Linear layers keep a state for each of `max_sequences` sequences first.
-    Raises DoesNotFit."""
+    """Return the tokens whose KV fits next to the weights on one actor's devices, in all layers.
+
+    It is a lower bound for a model with windows, whose long sequences hold less. Linear layers first keep a state for
+    each of `max_sequences` sequences. Raises DoesNotFit.
+    """
     shape, engine, device = engine_shape(scenario), scenario.engine, scenario.cluster.sheet(kind)
     share = 1 / min(engine.tensor_parallel, shape.kv_heads)
     reserved = min(RESERVED_GB * GB, RESERVED_SHARE * device.memory_bytes.value)
@@ -158,31 +160,34 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
 
 
 def learner_devices_needed(scenario: Scenario, kind: str) -> int:
-    """The fewest devices of this kind that hold the learner's state."""
+    """Return the fewest devices of this kind that hold the learner's state."""
     return max(
         1, -(-int(state_bytes(scenario)) // int(scenario.cluster.sheet(kind).memory_bytes.value * LEARNER_MEMORY_SHARE))
     )
 
 
 def state_bytes(scenario: Scenario) -> float:
-    """Bytes of the learner's state, on all its devices together."""
+    """Return the bytes of the learner's state, on all its devices together."""
     return scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
 
 
 def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds per token that is generated of forward and backward passes on `devices` devices."""
+    """Return the seconds of forward and backward passes on `devices` devices, per generated token."""
     learner = scenario.learner
     return learner.learned_share * learn_operations(learner.gradient_checkpointing) * _token_s(scenario, kind, devices)
 
 
 def learn_operations(recomputes: bool) -> float:
-    """Operations per parameter and token of a learning step, at the rate of one that computes activations again."""
+    """Return the operations per parameter and token of a learning step, at the rate of recomputing activations."""
     return LEARN_OPERATIONS * (1 if recomputes else KEPT_SHARE)
 
 
 def passes_s(scenario: Scenario, kind: str, evaluated: float) -> float:
-    """Seconds of a step's passes whatever its tokens: those of the learner over `evaluated` batches for their old
-    logprobs and over its epochs, and that of the reference."""
+    """Return the seconds of a step's passes that do not depend on its tokens.
+
+    They are the learner's passes over `evaluated` batches for old logprobs and over its epochs, and the reference's
+    pass.
+    """
     learner = scenario.learner
     operations = learner.epochs * learn_operations(learner.gradient_checkpointing)
     operations += FORWARD_OPERATIONS * (evaluated + (scenario.reference is not None))
@@ -190,17 +195,17 @@ def passes_s(scenario: Scenario, kind: str, evaluated: float) -> float:
 
 
 def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds per token of a forward pass alone."""
+    """Return the seconds per token of a forward pass alone."""
     return FORWARD_OPERATIONS * _token_s(scenario, kind, devices)
 
 
 def measured_times(scenario: Scenario) -> LatencyFile | None:
-    """What was measured of the fleet's starts, sleep and transport. Raises InputError for a bad file."""
+    """Return the measured times of the fleet's starts, sleep and transport. Raises InputError for a bad file."""
     return load_latency(scenario.fleet.path) if isinstance(scenario.fleet, MeasuredTimes) else None
 
 
 def turns_of(scenario: Scenario, measured: LatencyFile | None, function: str, kind: str, devices: int) -> TurnTimes:
-    """Sleep and wake of a function on some devices: as measured, or by the priors of what it holds there."""
+    """Return the sleep and wake times of a function, measured or from the priors for the memory it holds."""
     if measured is not None and (fit := measured.turns.get(function)) is not None:
         return TurnTimes(fit.sleep_s, fit.wake_s)
     if function == FunctionName.GENERATION:
@@ -210,7 +215,7 @@ def turns_of(scenario: Scenario, measured: LatencyFile | None, function: str, ki
 
 
 def start_s(scenario: Scenario, measured: LatencyFile | None, function: str, expected_s: float) -> float:
-    """A cold start of a function: as measured, or as it is expected to be; of a serverless container its restore."""
+    """Return the cold start of a function in seconds, measured or expected; for a serverless container, its restore."""
     if (seller := scenario.cluster.serverless) is not None and function != FunctionName.SCORING:
         return seller.restore_s
     if measured is None:
@@ -221,8 +226,10 @@ def start_s(scenario: Scenario, measured: LatencyFile | None, function: str, exp
 
 
 def paid_around(scenario: Scenario, devices: int) -> tuple[float, float] | None:
-    """Seconds before and after the learner's work of a step in which it is paid for: its restore, and its state from
-    and to the store. None where it keeps its devices."""
+    """Return the seconds before and after the learner's work of a step in which it is paid for.
+
+    They are its restore, and the transfer of its state from and to the store. None if it keeps its devices.
+    """
     if (seller := scenario.cluster.serverless) is None:
         return None
     state_s = state_bytes(scenario) / devices / seller.state_bytes_per_s
@@ -230,7 +237,7 @@ def paid_around(scenario: Scenario, devices: int) -> tuple[float, float] | None:
 
 
 def publish_s(scenario: Scenario, measured: LatencyFile | None) -> float:
-    """Seconds in which the learner's first rank writes the weights."""
+    """Return the seconds in which the learner's first rank writes the weights."""
     if measured is not None:
         return measured.publish_s
     transport = scenario.transport
@@ -242,17 +249,17 @@ def _token_s(scenario: Scenario, kind: str, devices: int) -> float:
 
 
 def operation_s(shape: ModelShape, sheet: DeviceSheet, devices: int, timing: LearnerTimingSpec) -> float:
-    """Seconds per token for each operation per parameter of a model that is trained."""
+    """Return the seconds per token, per operation per parameter, of a model in training."""
     return shape.active / (devices * _flops_per_s(shape, sheet, timing))
 
 
 def pass_operation_s(shape: ModelShape, sheet: DeviceSheet, timing: LearnerTimingSpec) -> float:
-    """Seconds of a pass whatever its tokens, for each operation per parameter."""
+    """Return the seconds of a pass that do not depend on its tokens, per operation per parameter."""
     tokens = timing.expert_tokens if shape.experts else 0.0
     return shape.active * tokens / _flops_per_s(shape, sheet, timing)
 
 
 def _flops_per_s(shape: ModelShape, sheet: DeviceSheet, timing: LearnerTimingSpec) -> float:
-    """Operations per second of one device that learns."""
+    """Return the operations per second of one device that learns."""
     dense = timing.mfu * sheet.flops_per_s.value
     return min(timing.expert_flops_per_s, dense) if shape.experts else dense

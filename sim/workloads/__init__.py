@@ -1,1 +1,1 @@
-"""The sources of batches: traces of the runtime, public request traces, and generators. All give `RolloutBatch`es."""
+"""The sources of batches: runtime traces, public request traces, and generators. All produce `RolloutBatch`es."""

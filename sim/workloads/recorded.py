@@ -1,6 +1,6 @@
-"""Batches from recorded lengths: public traces of Azure and Mooncake, and traces of rlhfless itself.
+"""Read batches from recorded lengths: public traces of Azure and Mooncake, and traces of rlhfless itself.
 
-Rows that cannot be used are refused with file, row and reason.
+Unusable rows are refused with file, row and reason.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class WorkloadRequest:
 
 
 def refuse(path: Path, row: int, reason: str) -> NoReturn:
-    """Raises WorkloadError. Rows count from 1, as editors show them."""
+    """Raise WorkloadError. Rows count from 1, as in editors."""
     raise WorkloadError(f"{path}, row {row}: {reason}; correct the row or take it out")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of every line that is not empty. Raises WorkloadError if the file cannot be read."""
+    """Yield number and text of every line that is not empty. Raises WorkloadError if the file cannot be read."""
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -56,7 +56,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def whole_number(path: Path, row: int, column: str, value: object, least: int) -> int:
-    """A count from a row. Raises WorkloadError for a value that is no whole number, or less than `least`."""
+    """Return a count from a row. Raises WorkloadError for a value that is no whole number, or less than `least`."""
     try:
         number = int(value) if isinstance(value, str) else value
     except ValueError:
@@ -71,11 +71,11 @@ def whole_number(path: Path, row: int, column: str, value: object, least: int) -
 def batches_of(
     requests: Sequence[WorkloadRequest], *, prompts_per_step: int, samples_per_prompt: int, seed: int
 ) -> list[RolloutBatch]:
-    """Requests as steps of `prompts_per_step` prompts, in the order of the file, without a last step that is not full.
+    """Return requests as steps of `prompts_per_step` prompts, in file order, without an incomplete last step.
 
-    A trace has one answer per prompt, and a group has several: the other answers are taken from the prompts of the
-    step with the nearest prompt lengths, so that lengths still depend on the prompt. Raises ValueError if there are
-    fewer requests than a step has prompts.
+    A trace has one answer per prompt, and a group has several: the other answers are taken from the prompts of the step
+    with the nearest prompt lengths, so that lengths still depend on the prompt. Raises ValueError if there are fewer
+    requests than prompts in a step.
     """
     if len(requests) < prompts_per_step:
         raise ValueError(f"the trace has {len(requests)} requests, and a step takes {prompts_per_step}; lower it")
@@ -116,7 +116,7 @@ AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
 def read_azure(path: str | os.PathLike[str]) -> list[WorkloadRequest]:
-    """The requests of a file, in its order. Times are not used: a step submits all its prompts at once.
+    """Return the requests of a file, in its order. Times are not used: a step submits all its prompts at once.
 
     Raises WorkloadError with file, row and reason for a bad row.
     """
@@ -137,7 +137,7 @@ def read_azure(path: str | os.PathLike[str]) -> list[WorkloadRequest]:
 
 
 def read_mooncake(path: str | os.PathLike[str]) -> list[WorkloadRequest]:
-    """The requests of a file, in its order. Times are not used: a step submits all its prompts at once.
+    """Return the requests of a file, in its order. Times are not used: a step submits all its prompts at once.
 
     Raises WorkloadError with file, row and reason for a bad row.
     """
@@ -167,7 +167,7 @@ Row = tuple[str, int, int, int, bool]  # prompt_id, sample_index, prompt_tokens,
 
 
 def read_runtime(folder: str | os.PathLike[str]) -> list[RolloutBatch]:
-    """One batch per step that generated rollouts, in order.
+    """Return one batch per step that generated rollouts, in order.
 
     Raises TraceError for a trace that cannot be read; WorkloadError with file, row and reason for a bad row: a length
     below 1, a sample twice in a step, siblings whose prompts differ in length.
@@ -193,7 +193,7 @@ def read_runtime(folder: str | os.PathLike[str]) -> list[RolloutBatch]:
 
 
 def _prefixes(decisions: pa.Table) -> dict[int, dict[str, str]]:
-    """By step and prompt, what it shares with others (`PrefixTree.text`)."""
+    """Return the prefixes that each prompt shares with others (`PrefixTree.text`), by step and prompt."""
     rows = decisions.select(["step", "kind", "inputs"]).to_pylist()
     return {row["step"]: json.loads(row["inputs"]) for row in rows if row["kind"] == PREFIXES}
 

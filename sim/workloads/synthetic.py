@@ -1,15 +1,15 @@
-"""Synthetic batches whose lengths behave as in RLHF.
+"""Generate synthetic batches whose lengths behave as in RLHF.
 
-Every prompt has a difficulty of its own, constant over all epochs, so that a policy gains by remembering lengths.
-The log of a response's length is
+Every prompt has a difficulty of its own, constant over all epochs, so that a policy gains by remembering lengths. The
+log of a response's length is
 
-    median of the shape + drift x (step - 1) + spread x (persistence x difficulty + sqrt(1 - persistence^2) x noise)
+median of the shape + drift x (step - 1) + spread x (persistence x difficulty + sqrt(1 - persistence^2) x noise)
 
-cut off at `max_tokens`, as an engine does. `BimodalLengths` adds a second, longer kind of answer: a prompt's
-difficulty decides how often it is reasoned about at length.
+limited to `max_tokens`, as an engine does. `BimodalLengths` adds a second, longer kind of answer: a prompt's difficulty
+decides how often it is reasoned about at length.
 
-Each prompt and each step has a generator of its own, spawned from the seed: the lengths of step 7 do not depend on
-how many steps were drawn before.
+Each prompt and each step has a random generator of its own, spawned from the seed: the lengths of step 7 do not depend
+on how many steps were generated before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LengthShape(Protocol):
     """The distribution of response lengths, given the difficulty of the prompt."""
 
     def draw(self, difficulty: Floats, drift: float, random: np.random.Generator) -> Floats:
-        """`[samples]` lengths for standard normal `difficulty` [samples]; `drift` is added to their logs."""
+        """Return lengths `[samples]` for standard normal `difficulty` [samples]; `drift` is added to their logs."""
         ...
 
 
@@ -90,7 +90,7 @@ class SyntheticWorkload:
             raise ValueError(f"prompts ({self.prompts}) is below prompts_per_step ({self.prompts_per_step})")
 
     def batches(self, steps: int) -> Iterator[RolloutBatch]:
-        """The batches of steps 1 .. `steps`."""
+        """Yield the batches of steps 1 .. `steps`."""
         _, of_epochs, of_steps = np.random.SeedSequence(self.seed).spawn(3)
         difficulty, prompt_tokens = self._data()
         per_epoch = self.prompts // self.prompts_per_step
@@ -112,7 +112,7 @@ class SyntheticWorkload:
             )
 
     def _data(self) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """`[prompts]`: difficulty, and prompt tokens."""
+        """Return difficulty and prompt tokens, each `[prompts]`."""
         data = np.random.default_rng(np.random.SeedSequence(self.seed).spawn(3)[0])
         difficulty = data.standard_normal(self.prompts)
         sizes = np.exp(math.log(self.median_prompt_tokens) + 0.5 * data.standard_normal(self.prompts))
