@@ -1,8 +1,8 @@
 """The generation function: one vLLM engine behind one Ray Serve application.
 
-No traffic without a completed weight load: `generate` is refused unless the engine serves the version that the
-request asks for, and a load counts only when its checks have passed (rlhfless.weights.check). Finished groups are
-streamed, with a progress heartbeat in between; single tokens never cross a process boundary.
+There is no traffic without a completed weight load: `generate` is refused unless the engine serves the requested
+version, and a load completes only when its checks pass (rlhfless.weights.check). Finished groups are streamed, with
+progress heartbeats in between; individual tokens never cross a process boundary.
 """
 
 from __future__ import annotations
@@ -63,47 +63,46 @@ from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 log = logging.getLogger(__name__)
 
 OF_ROUNDING = 3.0
-"""Wrong settings, such as another temperature or rotary base, move the probe's logprobs by nats, which is more in every
-format; massive activations and experts that change places were seen to take up to the tolerance itself."""
+"""Multiple of the probe tolerance that rounding alone can reach: massive activations and reordered experts were seen
+to use up the tolerance itself. Wrong settings, such as another temperature or rotary base, move the probe's logprobs
+by nats, which exceeds it in every dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSettings(FunctionSettings):
-    """The settings of a generation replica."""
-
     engine: EngineSettings
     probe_tolerance: float
     """Largest difference between engine and learner in the logprob of a probe token."""
     binding: DeviceBinding
     run_folder: str
-    """The run's own folder; the engine's log goes there, if the actor's machine has it."""
+    """The run's own folder; the engine's log is written there if the actor's machine has it."""
     planned: Planned = field(default_factory=dict)
     import_paths: tuple[str, ...] = ()
-    """Folders from which to import an engine of the user's own: the driver's own `sys.path`."""
+    """Folders from which to import a user-defined engine: the driver's `sys.path`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load that has passed its checks."""
+    """A load that passed its checks."""
 
     version: str
-    """Its label."""
+    """The version's label."""
     transport: Transport | None
-    """How the tensors came; None if they were there already, or the engine does not say."""
+    """How the tensors arrived; None if they were already present or the engine does not report it."""
     read_back: int
-    """Tensors of which elements were read back from the engine's layers; the probe alone covers the others."""
+    """Tensors with elements read back from the engine's layers; only the probe covers the others."""
 
 
 class WrongVersion(RuntimeError):
-    """Generation was asked for with weights that the engine does not serve."""
+    """A request asked for weights that the engine does not serve."""
 
 
 class GenerationFunction(Function):
-    """One generation actor."""
+    """A generation actor."""
 
     @staticmethod
     def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> GenerationSettings:
-        """The settings of a replica in an allocation whose devices are bound."""
+        """Return the settings of a replica for an allocation with bound devices."""
         spec, device = launch.spec, allocation.devices[0].kind
         layers = None if launch.shape is None else launch.shape.layers
         on = binding(allocation.devices, exclusive=True, shared=is_shared(allocation))
@@ -120,7 +119,7 @@ class GenerationFunction(Function):
         )
 
     async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
-        # Serve awaits the constructor; the replica is up when the engine is.
+        # Serve awaits the constructor; the replica is ready when the engine is.
         super().__init__(settings)
         settings.binding.bind()
         add_import_paths(settings.import_paths)
@@ -135,11 +134,11 @@ class GenerationFunction(Function):
         self._loaded: PublishedWeights | None = None
         self._loading = asyncio.Lock()
         self._runs: dict[RequestRun, int] = {}
-        """The requests under way, each with the attempt that asked."""
+        """Running requests, each with the attempt that asked."""
         self._cached = CachedBlocks(self._engine.block_tokens)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """See Function.describe. Raises FunctionBroken if the engine can serve no more."""
+        """Describe the replica. Raises FunctionBroken if the engine is dead."""
         self.admit(call)
         if not self._engine.usable:
             raise FunctionBroken("the engine is dead")
@@ -153,11 +152,11 @@ class GenerationFunction(Function):
         return self.reply(about, time.time())
 
     async def load(self, call: Call, published: PublishedWeights, *, in_flight: bool = False) -> Reply[Loaded]:
-        """Load and check a version. Idempotent: a version that is loaded is not loaded again. With `in_flight` its
-        samples go on with the new weights; see Engine.load. They do so while the probe is computed, too: if that fails
-        the run stops, and learns from none of them.
+        """Load and check a version; does nothing if it is already loaded.
 
-        Raises WeightCheckFailed, after which the replica serves nothing until a load has passed.
+        With `in_flight`, its samples resume with the new weights (see Engine.load), even while the probe runs: if
+        the probe fails, the run stops and learns from none of them. Raises WeightCheckFailed, after which the
+        replica serves nothing until a load passes.
         """
         self.admit(call)
         start_s, report = time.time(), None
@@ -166,7 +165,7 @@ class GenerationFunction(Function):
             if self._loaded is None or self._loaded.version != published.version:
                 self._loaded = None
                 with self._engine_faults("a load"):
-                    # KV has no memory before the weights are there: a load may need what KV takes.
+                    # Wake the weights before KV: a load may need memory that KV uses.
                     await self._engine.wake("weights")
                     report = await self._load_and_check(published, in_flight)
                 self._loaded = published
@@ -178,8 +177,8 @@ class GenerationFunction(Function):
         return self.reply(Loaded(published.version.label, transport, read_back), start_s, usage)
 
     async def _end_earlier(self, call: Call) -> None:
-        """Drop the samples of earlier attempts: the stream to a driver that was killed ends when it next yields, and a
-        driver that takes over may be here before that."""
+        """Drop the samples of earlier attempts: a killed driver's stream ends only at its next yield, and the
+        resuming driver may arrive before that."""
         for run, attempt in list(self._runs.items()):
             if attempt < call.attempt:
                 await run.cancel()
@@ -188,7 +187,7 @@ class GenerationFunction(Function):
         self._cached.clear()
         engine, tokens = self._engine, published.probe.token_ids
         if engine.rest.parts or engine.rest.empty:
-            report = await engine.load(published)  # which checks what the model consumed
+            report = await engine.load(published)  # checks what the model consumed
             await engine.wake()
             logprobs = await engine.logprobs(tokens)
         else:  # the engine handles the two messages in the order they are sent
@@ -199,7 +198,7 @@ class GenerationFunction(Function):
         return report
 
     async def generate(self, call: Call, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        """Draw the samples of a request; yields finished groups, progress heartbeats, and the end.
+        """Generate the samples of a request; yields finished groups, progress heartbeats, and the end.
 
         Raises WrongVersion, or TimeoutError after `request.timeout_s`.
         """
@@ -216,8 +215,10 @@ class GenerationFunction(Function):
             await run.cancel()
 
     async def precompute(self, call: Call, request: PrecomputeRequest) -> Reply[tuple[KvOffer | None, ...]]:
-        """Put the KV of prefixes into the engine's cache, in their order; returns an offer of each, if asked. Raises
-        WrongVersion."""
+        """Put the KV of prefixes into the engine's cache, in order, and return their offers if requested.
+
+        Raises WrongVersion.
+        """
         self.admit(call)
         await self._require_version(request)
         start_s = time.time()
@@ -225,7 +226,7 @@ class GenerationFunction(Function):
             expected = [self._cached.add(prefix) for prefix in request.prefixes]
             offers = request.offers or (None,) * len(request.prefixes)
             transfers = [OFFER if request.offer else offer for offer in offers]
-            # At once: an engine admits requests in order, and a prefix finds those that it begins with.
+            # Concurrently: an engine admits requests in order, so a prefix hits the prefixes that it starts with.
             done = await gather_or_cancel(
                 *(
                     self._prefill(prefix, request.version, transfer)
@@ -243,13 +244,13 @@ class GenerationFunction(Function):
         return self.reply(tuple(sampled.kv_offer for sampled in done), start_s, usage)
 
     async def _prefill(self, prefix: tuple[int, ...], version: str, kv_transfer: KvOffer | None) -> Sampled:
-        """An engine prefills to draw a token, which is dropped."""
+        """Prefill by generating a single token, which is dropped."""
         name = f"{self.incarnation}-prefix-{uuid4().hex}"
         prefill = SampleRequest(name, prefix, seed=None, max_tokens=1, temperature=0.0, cache_salt=version)
         return await self._engine.sample(replace(prefill, kv_transfer=kv_transfer))
 
     async def _require_version(self, request: GenerateRequest | PrecomputeRequest) -> None:
-        """Raises WrongVersion. A request that may be drawn with newer weights waits for a load that overtook it."""
+        """Raise WrongVersion unless the engine serves the version; with `or_newer`, first wait for a running load."""
         if request.or_newer:
             async with self._loading:
                 pass
@@ -260,7 +261,7 @@ class GenerationFunction(Function):
             raise WrongVersion(f"{request.actor} was asked for {request.version} and serves {label}")
 
     async def abort(self, call: Call, keys: Sequence[SampleKey] | None = None) -> Reply[int]:
-        """Stop the samples of `keys`, or all if it is None; their streams yield the tokens so far. Idempotent."""
+        """Stop the samples of `keys`, or all if None; their streams yield the tokens so far. Idempotent."""
         self.admit(call)
         start_s = time.time()
         with self._engine_faults("an abort"):
@@ -268,7 +269,7 @@ class GenerationFunction(Function):
         return self.reply(aborted, start_s)
 
     async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:
-        """See Function.sleep and Engine.sleep: the actor is drained first. Raises EngineBusy."""
+        """Put the drained engine to sleep; see Engine.sleep. Raises EngineBusy."""
         self.admit(call)
         start_s = time.time()
         async with self._loading:
@@ -281,8 +282,10 @@ class GenerationFunction(Function):
         return self.reply(slept, start_s)
 
     async def wake(self, call: Call) -> Reply[None]:
-        """See Function.wake. Weights that were kept are probed: raises WeightCheckFailed if they are others now. After
-        DROPPED the actor serves nothing before a load, which wakes it by itself."""
+        """Wake the engine and probe retained weights. Raises WeightCheckFailed if they changed.
+
+        After DROPPED the actor serves nothing until a load, which wakes it implicitly.
+        """
         self.admit(call)
         start_s = time.time()
         async with self._loading:
@@ -292,7 +295,7 @@ class GenerationFunction(Function):
         return self.reply(None, start_s)
 
     async def _wake_and_check(self) -> None:
-        """Wake the engine, and probe the weights that it kept."""
+        """Wake the engine and probe the retained weights."""
         await self._engine.wake()
         if self._loaded is not None:
             version, probe = self._loaded.version, self._loaded.probe
@@ -300,23 +303,24 @@ class GenerationFunction(Function):
             check_probe(version, probe, logprobs, OF_ROUNDING * self._settings.probe_tolerance)
 
     async def stop(self, call: Call) -> Reply[None]:
-        """Shut the engine down. The replica answers nothing after that."""
+        """Shut the engine down. The replica answers nothing afterwards."""
         self.admit(call)
         start_s = time.time()
         await self._engine.stop()
         return self.reply(None, start_s)
 
     def clean_up(self) -> None:
-        """The node's cache of the weights outlives processes; other actors of the run on this node are abandoned,
-        too."""
+        """Delete the node's weight cache, which outlives processes; the run's other actors on this node are
+        abandoned too."""
         if self._settings.engine.store.token:
             shutil.rmtree(self._settings.engine.store.folder, ignore_errors=True)
 
     @contextmanager
     def _engine_faults(self, doing: str) -> Iterator[None]:
-        """An engine that died, hangs, or stopped half-way through a damaged file does not recover; a new one may.
+        """Convert engine failures to FunctionBroken: an engine that died, hangs or failed mid-load cannot recover,
+        but a new one may.
 
-        WeightCheckFailed goes through: another engine would not load the right weights either.
+        WeightCheckFailed passes through: another engine would not load the right weights either.
         """
         try:
             yield
@@ -335,9 +339,12 @@ def _log_file(settings: GenerationSettings) -> Path:
 def _read_back_decides(
     report: LoadReport | None, published: PublishedWeights, logprobs: Sequence[float], tolerance: float
 ) -> Iterator[None]:
-    """A probe that is off by up to OF_ROUNDING times the tolerance is a warning if every tensor was read back: the
-    weights are right, and the rounding of this model's kernels is large. What is off by more computes something else,
-    as an engine with unequal settings does. Raises WeightCheckFailed for that, and wherever not all was read back."""
+    """Downgrade a failed probe to a warning if every tensor was read back and the probe is within OF_ROUNDING times
+    the tolerance: the weights are right, and the rounding of this model's kernels is large.
+
+    Raises WeightCheckFailed for larger differences, which indicate another computation, such as mismatched settings,
+    and whenever some tensor was not read back.
+    """
     try:
         yield
     except WeightCheckFailed as error:

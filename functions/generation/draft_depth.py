@@ -1,8 +1,8 @@
-"""How deep to draft: a table of measured seconds per token, by batch size and depth.
+"""Choose how deep to draft, from measured seconds per token by batch size and depth.
 
-A pass over drafts takes longer than one without, and yields more tokens. What a draft costs depends on the batch size,
-so each doubling of it has its own row. A row measures every depth a few times, then uses the one with the fewest
-seconds per token, and measures another depth again at growing intervals. Pure: times are passed in.
+A pass over drafts takes longer than a plain pass and yields more tokens. The cost of a draft depends on the batch
+size, so each doubling of it has its own row. A row measures every depth a few times, then uses the depth with the
+fewest seconds per token, and re-measures another depth at growing intervals. Pure: times are passed in.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import statistics
 from collections import deque
 
 MEASURED = 24
-"""Passes that an entry remembers. The median of their seconds does not follow single disturbances."""
+"""Passes that an entry remembers. Their median duration is robust against single disturbances."""
 
 FEWEST = 6
-"""Passes of each depth before one is chosen, and of each retry."""
+"""Passes of each depth before the first choice, and of each retry."""
 
 FIRST_RETRY, LAST_RETRY = 64, 1024
-"""Passes until another depth is measured again; the interval doubles while the choice stays."""
+"""Passes before another depth is measured again; the interval doubles while the choice stays."""
 
 RESTED = 56
-"""Passes that need no observation after one whose choice was not to draft."""
+"""Passes that need no observation after a choice not to draft."""
 
 GAIN = 0.98
-"""Drafts must take less than this share of the time without them: they cost memory and power, too."""
+"""Drafts must take less than this share of the time without them, because they also cost memory and power."""
 
 
 class DraftDepth:
-    """The table of one engine."""
+    """The measurements of one engine."""
 
     def __init__(self, most: int) -> None:
         """`most`: the deepest drafts, 1 or more."""
@@ -35,11 +35,12 @@ class DraftDepth:
         self._rows: dict[int, _Row] = {}
 
     def next(self, responses: int) -> tuple[int, int]:
-        """The depth of the next pass over this many responses, and for how many more passes it holds unobserved."""
+        """Return the depth of the next pass over `responses` responses, and for how many further passes it holds
+        unobserved."""
         return self._row(responses).next()
 
     def saw(self, responses: int, seconds: float, depth: int, accepted: int) -> None:
-        """Record a pass over these responses alone, without a prefill, of which `accepted` drafts were accepted."""
+        """Record a pass over these responses, without a prefill, in which `accepted` drafts were accepted."""
         self._row(responses).saw(depth, seconds, 1 + accepted / responses)
 
     def _row(self, responses: int) -> _Row:
@@ -50,15 +51,15 @@ class DraftDepth:
 
 
 class _Row:
-    """The depths at one batch size."""
+    """Measurements of the depths at one batch size."""
 
     def __init__(self, most: int) -> None:
         self._passes: list[deque[tuple[float, float]]] = [deque(maxlen=MEASURED) for _ in range(most + 1)]
-        """[depths]: seconds, and tokens of a response, of the newest passes."""
+        """[depths]: (seconds, tokens per response) of the newest passes."""
         self._interval, self._since_retry = FIRST_RETRY, 0
         self._best = self._retried = 0
         self._retry_measures = self._retry_calls = 0
-        """Passes that a retry still has to measure, and may still take."""
+        """Measurements left in the current retry, and passes it may still use."""
 
     def next(self) -> tuple[int, int]:
         for depth, passes in enumerate(self._passes):

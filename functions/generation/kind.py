@@ -1,4 +1,4 @@
-"""The declaration of generation: engines that draw the samples of a step."""
+"""The declaration of generation: engines that generate the samples of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _wanted(spec: RunSpec) -> ReplicaRequest | None:
 
 
 def engines_wanted(spec: RunSpec, function: FunctionName, most: int) -> ReplicaRequest:
-    """The devices of up to `most` engines of a function."""
+    """Return the devices for up to `most` engines of a function."""
     return ReplicaRequest(function, Site.PER_REPLICA, replicas=most, devices=spec.generation.engine.devices_per_actor)
 
 
@@ -40,7 +40,7 @@ def _bounds(spec: RunSpec) -> Bounds:
 
 
 def engine_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
-    """On a GPU an engine takes its fraction, and gives KV what its parts leave of it."""
+    """Return the memory phases of an engine: on a GPU it takes its fraction and gives the remainder to KV."""
     parts, kv = _engine(terms.spec, terms.shape, terms.sheet, terms.draft)
     return (MemoryPhase("generate", (*parts, MemoryPart("KV", max(kv, 0)))),)
 
@@ -48,8 +48,8 @@ def engine_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 def _engine(
     spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, draft: ModelShape | None
 ) -> tuple[tuple[MemoryPart, ...], int]:
-    """The parts of one device of an engine, and the bytes of its KV, which are negative if the parts do not fit. The
-    sampler has a row for each draft, and a draft model is split as the model is."""
+    """Return the parts of one engine device, and the bytes for KV, negative if the parts do not fit. The sampler has
+    a row per draft, and a draft model is split like the model."""
     engine, on_gpu = spec.generation.engine, sheet.kind != CPU_KIND
     parts = engine_parts(
         shape,
@@ -72,16 +72,18 @@ def _engine(
 
 
 def kv_bytes(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, draft: ModelShape | None = None) -> int:
-    """The bytes of the KV cache on each device of an engine."""
+    """Return the bytes of the KV cache on each device of an engine."""
     return _engine(spec, shape, sheet, draft)[1]
 
 
 def kv_tokens(
     spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, sequence_tokens: int, draft: ModelShape | None = None
 ) -> int:
-    """Tokens that the KV cache of an engine holds in sequences of `sequence_tokens`, as vLLM reports its capacity. Of
-    a model with windows it holds fewer in shorter sequences. With a KV connector all layers hold all tokens: vLLM's
-    hybrid cache manager works with few connectors. A draft model keeps KV of the same tokens."""
+    """Return the tokens that an engine's KV cache holds in sequences of `sequence_tokens`, as vLLM reports it.
+
+    A model with windows holds fewer tokens in shorter sequences. With a KV connector all layers hold all tokens:
+    vLLM's hybrid cache manager supports few connectors. A draft model keeps KV of the same tokens.
+    """
     engine = spec.generation.engine
     shape = shape if spec.scaling.prefill.connector is None else replace(shape, windows=None)
     sequence = sum(

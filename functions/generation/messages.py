@@ -10,15 +10,15 @@ from rlhfless.functions.base import Reply
 from rlhfless.records import IntArray, Rollout
 
 KvOffer = Mapping[str, Any]
-"""The data with which a KV connector gets the KV of a prefix from the actor that computed it."""
+"""Data with which a KV connector fetches the KV of a prefix from the actor that computed it."""
 
 SampleKey = tuple[str, int]
-"""(prompt id, sample index): the name of a sample within its step."""
+"""(prompt ID, sample index): the name of a sample within its step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample; the same for all items of a request."""
+    """Sampling parameters, the same for all items of a request."""
 
     max_tokens: int
     temperature: float  # 0 is greedy
@@ -30,15 +30,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleItem:
-    """One sample to draw, or to continue where another actor stopped."""
+    """A sample to generate, or to resume where another actor stopped."""
 
     prompt_id: str
     sample_index: int
     prompt_token_ids: tuple[int, ...]
     seed: int
     prior: Rollout | None = None
-    """The aborted rollout to continue: its tokens are kept, whichever actor drew them, but for the last, which
-    is drawn again."""
+    """The aborted rollout to resume: its tokens are kept, whichever actor generated them, except the last, which is
+    generated again."""
 
     @property
     def key(self) -> SampleKey:
@@ -52,43 +52,44 @@ class GenerateRequest:
     items: tuple[SampleItem, ...]
     sampling: Sampling
     version: str
-    """Label of the weight version that must be loaded: no traffic without it."""
+    """Label of the weight version that must be loaded."""
     actor: str
     progress_interval_s: float
     heartbeat_s: float
-    """An engine that is silent for longer than this is taken to hang."""
+    """An engine that is silent for longer than this is considered hung."""
     timeout_s: float
     or_newer: bool = False
-    """A newer version will do, too: one that was loaded since."""
+    """Also accept a newer version, loaded since the request was made."""
     earlier: Mapping[str, tuple[IntArray, ...]] = field(default_factory=dict)
-    """By prompt id: SampleRequest.earlier."""
+    """By prompt ID: SampleRequest.earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrecomputeRequest:
-    """Prefixes whose KV an actor is to have before it gets the samples that begin with them."""
+    """Prefixes whose KV an actor must have before it gets the samples that start with them."""
 
     prefixes: tuple[tuple[int, ...], ...]
-    """Token ids, each prefix after those that it begins with."""
+    """Token IDs; each prefix comes after those that it starts with."""
     version: str
-    """Label of the weight version that must be loaded: KV of another one is never hit."""
+    """Label of the weight version that must be loaded: KV of another version is never hit."""
     actor: str
     offers: tuple[KvOffer | None, ...] = ()
     """By prefix: another actor's offer of its KV. Without an offer the prefix is computed."""
     offer: bool = False
-    """Whether the reply is to offer the KV of each prefix."""
+    """Return an offer of the KV of each prefix."""
     or_newer: bool = False
     """As in GenerateRequest."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsFinished:
-    """The samples that have ended since the last message, by prompt: all that this actor was given, or, when some of
-    them were aborted, the aborted samples and their siblings that had ended by then. An aborted sample continues on
-    another actor, so it cannot wait for siblings that are still running here.
+    """Samples that finished since the last message, by prompt: the actor's whole share of the group, or, if some
+    were aborted, the aborted samples and their finished siblings. An aborted sample resumes on another actor, so it
+    cannot wait for siblings that still run here.
 
-    Samples that are aborted together come in one message, so that they continue in one request: a tail of hundreds of
-    groups would otherwise be as many streams."""
+    Samples aborted together come in one message and resume in one request; otherwise a tail of hundreds of groups
+    would open hundreds of streams.
+    """
 
     incarnation: str
     groups: tuple[tuple[Rollout, ...], ...]
@@ -100,23 +101,23 @@ class Ended:
 
     tokens: int
     truncated: bool
-    """It was cut off by max_tokens."""
+    """Cut off by max_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How many tokens the samples of one request have."""
+    """The token counts of one request's samples."""
 
     incarnation: str
     tokens: Mapping[SampleKey, int]
-    """Response tokens so far of the running samples, including tokens that an earlier actor drew."""
+    """Response tokens of the running samples so far, including tokens that an earlier actor generated."""
     ended: Mapping[SampleKey, Ended] = field(default_factory=dict)
-    """Samples that have ended and wait for their siblings."""
+    """Finished samples that wait for their siblings."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Nothing is left of the request; the reply carries the whole call's usage."""
+    """The end of a request; the reply carries the whole call's usage."""
 
     reply: Reply[None]
 

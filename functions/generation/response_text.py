@@ -1,8 +1,8 @@
-"""The text of a response: what rewards, traces and the page see of its tokens.
+"""The text of a response, as rewards, traces and the web page see it.
 
-Text and tokens agree: the text is the decoded tokens, special tokens included. Only the tokens that close a response
-(end of sequence, end of turn, padding) are left out, and only at its end. A stop text is part of the response, because
-its tokens are, and the policy learns them.
+Text and tokens agree: the text is the decoded tokens, including special tokens. Only tokens that close a response
+(end of sequence, end of turn, padding) are dropped, and only at its end. A stop text is part of the response,
+because its tokens are, and the policy learns them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _CLOSES_A_TURN = re.compile(
     r"([_▁]?(id|token))?\W*",
     re.IGNORECASE,
 )
-"""Names of such tokens, as the field's tokenizers write them. `</answer>` is none of them: it is part of the answer."""
+"""Names of such tokens in common tokenizers. `</answer>` is not one of them: it is part of the answer."""
 
 _SAID = "said by the assistant"
 
 
 def response_text(tokenizer: Any, token_ids: Sequence[int], end_ids: Collection[int]) -> str:
-    """Decode `token_ids` [response] without the `end_ids` at its end."""
+    """Decode `token_ids` [response] without trailing `end_ids`."""
     count = len(token_ids)
     while count and token_ids[count - 1] in end_ids:
         count -= 1
@@ -36,8 +36,9 @@ def response_text(tokenizer: Any, token_ids: Sequence[int], end_ids: Collection[
 
 
 def closing_ids(tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> frozenset[int]:
-    """The tokens that close a response of a model: end of sequence (the tokenizer's, and `eos_token_ids` of the
-    model's generation_config.json), padding, and what the chat template writes after an assistant's message."""
+    """Return the tokens that close a response of a model: end of sequence (the tokenizer's, and `eos_token_ids` of
+    the model's generation_config.json), padding, and the token that the chat template writes after an assistant's
+    message."""
     ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, *eos_token_ids}
     if getattr(tokenizer, "chat_template", None):
         with contextlib.suppress(Exception):  # a template is a program by the model's author, and may raise any error
@@ -49,7 +50,7 @@ def closing_ids(tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> frozenset[
 
 
 def closing_stops(tokenizer: Any, stop_token_ids: Iterable[int]) -> frozenset[int]:
-    """Those of the stop tokens that close a turn, such as `<|im_end|>`; others are part of the response."""
+    """Return the stop tokens that close a turn, such as `<|im_end|>`; other stop tokens are part of the response."""
     return frozenset(
         token
         for token in stop_token_ids
@@ -58,10 +59,10 @@ def closing_stops(tokenizer: Any, stop_token_ids: Iterable[int]) -> frozenset[in
 
 
 def with_text(sampled: Sampled, request: SampleRequest, tokenizer: Any, end_ids: Collection[int]) -> Sampled:
-    """Give a response its text: of the whole response, if the request continues one.
+    """Add the text of the whole response, including the tokens of a request that it continues.
 
-    The response ends with the token that completes the first stop text. An engine that continues a response has not
-    seen a stop text that began before its own tokens.
+    The response is cut after the token that completes the first stop text: an engine that continues a response
+    cannot see a stop text that started in earlier tokens.
     """
     drawn = request.token_ids[len(request.token_ids) - request.drawn_tokens :]
     whole = drawn + sampled.token_ids
@@ -81,7 +82,7 @@ def with_text(sampled: Sampled, request: SampleRequest, tokenizer: Any, end_ids:
 
 
 def _stopped_at(tokenizer: Any, token_ids: Sequence[int], stops: Sequence[str]) -> int:
-    """How many of the tokens it takes to complete a stop text; all of them without one."""
+    """Return how many tokens complete the first stop text, or all if there is none."""
 
     def stopped(tokens: int) -> bool:
         text = _decoded(tokenizer, token_ids[:tokens])

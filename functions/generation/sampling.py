@@ -1,4 +1,4 @@
-"""One generate request on one engine: samples run side by side, groups come out as they are complete."""
+"""Run one generate request on one engine: samples run concurrently, and groups are emitted when complete."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RequestRun:
         cached: CachedBlocks | None = None,
         rollouter: Rollouter | None = None,
     ) -> None:
-        """`cached`: the prompts that the engine has computed before this request; only evictions are counted by it."""
+        """`cached`: the prompts that the engine computed before this request, used only to count evictions."""
         self._engine = engine
         self._rollouter = rollouter or SingleTurn()
         self._request = request
@@ -56,19 +56,20 @@ class RequestRun:
         self._usage = CallUsage(version=request.version)
         self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
         self._brought = {item.key: kept_tokens(item) for item in request.items}
-        """Tokens that each sample keeps of another engine: the last one is drawn again, to be compared."""
+        """Tokens that each sample keeps from another engine, excluding the last, which is generated again and
+        compared."""
         self._earlier = dict(request.earlier)
-        """Of the prompts that no sample has been asked of yet."""
+        """For prompts without a submitted sample."""
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
         items = () if cached is None else request.items
         self._expected = {item.key: cached.add(item.prompt_token_ids) for item in items} if cached is not None else {}
-        """Tokens of each sample that are in the cache when it is admitted, unless they were evicted."""
+        """Tokens of each sample that are cached when it is admitted, unless they were evicted."""
         self._tasks = [asyncio.create_task(self._sample(item)) for item in request.items]
 
     async def events(self) -> AsyncIterator[GenerationEvent]:
-        """Finished groups as they end, a heartbeat each interval, and a StreamEnd.
+        """Yield finished groups, a heartbeat per interval, and a StreamEnd.
 
-        Raises what a sample raised, or TimeoutError naming how many samples were still running.
+        Raises a sample's error, or TimeoutError with the number of samples still running.
         """
         deadline = self._start_s + self._request.timeout_s
         heartbeat_s = time.time() + self._request.progress_interval_s
@@ -87,14 +88,14 @@ class RequestRun:
         yield StreamEnd(Reply(self._incarnation, None, self._start_s, time.time(), self._usage))
 
     async def abort(self, keys: Sequence[SampleKey] | None) -> int:
-        """Ask the engine to stop samples; each still comes out of `events`, with the tokens so far."""
+        """Ask the engine to stop samples; `events` still yields each, with its tokens so far."""
         chosen = self._ids.keys() if keys is None else self._ids.keys() & set(keys)
         ids = [self._ids[key] for key in chosen]
         await self._engine.abort(ids)
         return len(ids)
 
     async def cancel(self) -> None:
-        """Drop the samples that are still running; called when no events will be read any more."""
+        """Drop the running samples; call this once no more events will be read."""
         running = [task for task in self._tasks if not task.done()]
         if running:
             with contextlib.suppress(EngineError):  # an error of the abort must not hide the cause of the cancellation
@@ -135,7 +136,7 @@ class RequestRun:
         )
 
     def _count(self, item: SampleItem, sampled: Sampled) -> None:
-        # A sample that was aborted in the queue has not looked into the cache.
+        # A sample aborted while queued has not used the cache.
         evicted = max(self._expected.get(item.key, 0) - sampled.cached_tokens, 0) if sampled.token_ids else 0
         self._usage = CallUsage(
             input_tokens=self._usage.input_tokens + len(item.prompt_token_ids) + self._brought[item.key],
@@ -167,7 +168,7 @@ class RequestRun:
         )
 
     def _with_waiting(self, first: Rollout | BaseException) -> list[Rollout]:
-        """`first` and the rollouts waiting in the queue. Raises what a sample raised."""
+        """Return `first` and the rollouts waiting in the queue. Raises a sample's error."""
         rollouts = []
         while True:
             if isinstance(first, BaseException):
@@ -178,8 +179,7 @@ class RequestRun:
             first = self._queue.get_nowait()
 
     def _add(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
-        """Count rollouts; yield the group of a prompt when all of its rollouts are there, or as soon as one was
-        aborted."""
+        """Count rollouts; yield a prompt's group once complete, or as soon as one of its rollouts was aborted."""
         for rollout in rollouts:
             self._finished[rollout.prompt_id].append(rollout)
         self._missing.subtract(rollout.prompt_id for rollout in rollouts)

@@ -1,9 +1,9 @@
-"""Drafts of a response from its prompt, its own earlier part, and other responses to the same prompt.
+"""Draft a response from its prompt, its own earlier part, and other responses to the same prompt.
 
-A draft is what followed the longest equal end elsewhere; where several places are equally long, what most of them have
-next, for as far as they agree with each other (suffix decoding, Oliaro et al., arXiv 2411.04975, does the same on a
-tree). Responses are remembered in the order in which they came, and the newest places of an end count: what older
-weights drew fades as newer weights draw otherwise. Pure: a wrong draft costs time, and changes no sample.
+A draft is the continuation of the longest matching suffix elsewhere; among equally long matches, the most frequent
+next token wins, for as long as the matches agree (suffix decoding, Oliaro et al., arXiv 2411.04975, does the same on
+a tree). Responses are remembered in order of arrival, and the newest places of a suffix count, so output of older
+weights fades as newer weights diverge. Pure: a wrong draft costs time but changes no sample.
 """
 
 from __future__ import annotations
@@ -12,38 +12,40 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 ORDER = 3
-"""Tokens that must be equal at least. Two are equal by chance too often; more miss the beginning of what repeats."""
+"""Fewest tokens that must match. Two match by chance too often; more miss the start of a repetition."""
 
 MOST_PLACES = 8
-"""Places of an end that are remembered, the newest ones."""
+"""Remembered places per suffix, newest first."""
 
 LONGEST = 32
-"""Longer equal ends do not tell more."""
+"""Longer matches add no information."""
 
 MOST_RESPONSES = 256
-"""Responses of a prompt that are remembered."""
+"""Remembered responses per prompt."""
 
 TOKEN_BITS = 21
-"""Of a token in the key of an end: vocabularies have fewer than two million."""
+"""Bits per token in the key of a suffix: vocabularies have fewer than two million tokens."""
 
 PLACE_BITS = 32
-"""Of the end's position in a place, below the number of the sequence."""
+"""Bits of the suffix's position in a place, below the sequence number."""
 
 
 class PromptSuffixes:
-    """A prompt and the responses to it, running ones included: all ends of ORDER tokens, with the places where they
-    are. Ends and places are numbers: Python's garbage collector walks through everything else again and again, which
-    takes more time than the drafts."""
+    """A prompt and its responses, including running ones: all suffixes of ORDER tokens, with their places.
+
+    Suffixes and places are plain integers: Python's garbage collector repeatedly walks all other objects, which
+    takes longer than the drafts.
+    """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        """`prompt` [tokens]: the end of it is the end of a response without tokens."""
+        """`prompt` [tokens]: its end is also the end of an empty response."""
         self._prompt = list(prompt)
         self._begin = self._prompt[-ORDER:]
         self._clear()
 
     def add(self, name: Hashable, tokens: Iterable[int]) -> None:
-        """More tokens of the response `name`, a new one or one that is there. Their ends are looked at by the next
-        `draft`: while nothing is drafted, they cost nothing."""
+        """Add tokens to the response `name`, which may be new. Their suffixes are indexed lazily by the next
+        `draft`, so they cost nothing while nothing is drafted."""
         number = self._responses.get(name)
         first = 0 if number is None else len(self._sequences[number]) + 1
         if number is None:
@@ -57,12 +59,13 @@ class PromptSuffixes:
         self._new.append((number, range(max(first, ORDER), len(response) + 1)))
 
     def length(self, name: Hashable) -> int:
-        """Tokens of a response; 0 if it is not there."""
+        """Return the tokens of a response; 0 if unknown."""
         number = self._responses.get(name)
         return 0 if number is None else len(self._sequences[number]) - len(self._begin)
 
     def draft(self, name: Hashable, depth: int) -> list[int]:
-        """At most `depth` tokens that may come next in the response `name`; none if its end is nowhere else."""
+        """Return at most `depth` tokens that may come next in the response `name`; none if its suffix occurs nowhere
+        else."""
         self._mark()
         own = self._sequences[self._responses[name]]
         found = self._places.get(_key(own, len(own)), ()) if len(own) >= ORDER else ()
@@ -79,18 +82,18 @@ class PromptSuffixes:
         return draft
 
     def _clear(self) -> None:
-        """Nothing but the prompt is there."""
+        """Forget everything but the prompt."""
         self._sequences = [self._prompt]
         self._responses: dict[Hashable, int] = {}
-        """The number of each response among the sequences."""
+        """The sequence number of each response."""
         self._places: dict[int, int | tuple[int, ...]] = {}
-        """By the key of an end: its place, or the newest of several, ascending."""
+        """By suffix key: its place, or the newest of several, ascending."""
         self.tokens = len(self._prompt)
         self._new = [(0, range(ORDER, len(self._prompt)))]
-        """Sequences with their ends that are not in `_places` yet."""
+        """Sequences with their suffixes that are not in `_places` yet."""
 
     def _mark(self) -> None:
-        """Find the places of all ends that are new, in the order in which they came."""
+        """Index all new suffixes, in order of arrival."""
         for number, ends in self._new:
             tokens = self._sequences[number]
             for end in ends:
@@ -114,12 +117,12 @@ class PromptSuffixes:
 
 
 def _key(tokens: Sequence[int], end: int) -> int:
-    """The ORDER tokens before `end` as one number."""
+    """Encode the ORDER tokens before `end` as one integer."""
     return (tokens[end - 3] << TOKEN_BITS | tokens[end - 2]) << TOKEN_BITS | tokens[end - 1]
 
 
 def _equal(own: Sequence[int], other: Sequence[int], end: int) -> int:
-    """How many tokens before `end` in `other` are the last ones of `own`, up to LONGEST."""
+    """Return how many tokens before `end` in `other` match the last ones of `own`, up to LONGEST."""
     length = ORDER
     while length < min(LONGEST, len(own), end) and own[-1 - length] == other[end - 1 - length]:
         length += 1
@@ -127,8 +130,8 @@ def _equal(own: Sequence[int], other: Sequence[int], end: int) -> int:
 
 
 class Pace:
-    """How many drafts a response gets: twice as many after a pass that took all, as many as were taken after another
-    one, and none for a while after passes that took none, each time for twice as long."""
+    """The draft length of a response: doubled after a pass that accepted all drafts, else the number accepted. After
+    passes that accepted none it pauses, each time twice as long."""
 
     __slots__ = ("_length", "_misses", "_most", "_pause")
 
@@ -137,7 +140,7 @@ class Pace:
         self._misses = self._pause = 0
 
     def saw(self, drafted: int, taken: int) -> None:
-        """The outcome of a pass."""
+        """Record the outcome of a pass."""
         if taken == drafted:
             self._length = min(2 * self._length, self._most)
         else:
@@ -146,7 +149,7 @@ class Pace:
         self._pause = 0 if taken else 2**self._misses
 
     def next(self) -> int:
-        """Drafts in the next pass."""
+        """Return the draft length of the next pass."""
         if self._pause:
             self._pause -= 1
             return 0
