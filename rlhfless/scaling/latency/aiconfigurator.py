@@ -1,9 +1,9 @@
 """An engine model from measured kernels (`kernel_tables`): an iteration is the sum of its kernels. Pure.
 
-Kernels without a table of their own count a constant each, and so does what no kernel accounts for. Known are dense
-models and models with experts, which tensor parallelism splits or expert parallelism spreads; grouped-query and latent
-attention; weights and products of 16, 8 and 4 bits. Layers with a window read the window in every iteration. What has
-no table is refused with NoTables: `Roofline` has figures for all.
+Kernels without a table count as a constant each, and so does any time not spent in kernels. Supported are dense models,
+and models with experts under tensor or expert parallelism; grouped-query and latent attention; weights and products of
+16, 8 and 4 bits. Layers with a window read the window in every iteration. Anything without a table raises NoTables;
+`Roofline` covers everything.
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ from rlhfless.scaling.latency.roofline import ACTIVATION_BYTES, ALL_REDUCES_PER_
 from rlhfless.scaling.latency.shape import ModelShape
 
 SMALL_KERNELS_PER_LAYER = 4
-"""Two norms, rotation, and the product of the gate: kernels without a table of their own."""
+"""Kernels without a table: two norms, rotation, and the gate's product."""
 
 EVEN = "balanced"
-"""The tables' name for experts that are asked for evenly, as `Roofline` takes them to be."""
+"""The tables' name for evenly loaded experts, which `Roofline` assumes too."""
 
-# From this much KV in one layer on, reading it is bound by memory; less may sit in the cache from the last repetition.
+# Minimum KV in one layer for which reading it is memory-bound; less may still be cached from the last repetition.
 _BEYOND_CACHE_BYTES = 200e6
 
 _PRODUCTS: Mapping[int, tuple[str, ...]] = MappingProxyType({16: ("bfloat16",), 8: ("fp8_block", "fp8"), 4: ("nvfp4",)})
-"""The tables' formats by bits of products. Of several the fastest kernel counts, as for kernels of one format: vLLM's
-table of `fp8_block` was measured with the start of each kernel, which engines replay from graphs."""
+"""The tables' formats by bits of products. The fastest kernel counts, also among kernels of one format: vLLM's
+`fp8_block` table was measured with kernel launches, which engines avoid by replaying graphs."""
 
 _PLAIN_PRODUCTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {16: ("w4a16_mxfp4",), 8: ("w4a8_mxfp4_mxfp8", "w4a16_mxfp4")}
 )
-"""Of experts of four bits beside attention of 16, by bits of their products."""
+"""Formats of 4-bit experts combined with 16-bit attention, by bits of their products."""
 
 
 @dataclass(frozen=True)
 class MeasuredKernels:
-    """An `EngineModel` by measured kernels."""
+    """An `EngineModel` from measured kernels."""
 
     shape: ModelShape
     tables: Tables
     tensor_parallel: int = 1
-    """Devices of a rank."""
+    """Devices per rank."""
     data_parallel: int = 1
-    """Ranks, over all of whose devices experts are spread."""
+    """Ranks; experts are spread over all of their devices."""
 
     @classmethod
     def of(
         cls, shape: ModelShape, kind: str, devices: tuple[int, int], folder: Path, engine: str = "vllm"
     ) -> MeasuredKernels:
-        """`devices`: tensor and data parallel. Raises NoTables if a kernel of the model has no table."""
+        """Return the model for `devices`, the tensor and data parallel sizes. Raises NoTables if a kernel of the
+        model has no table."""
         if shape.linear:
             raise NoTables("no table has the kernels of linear attention")
         model = cls(shape, Tables(folder, kind, engine), *devices)
@@ -79,7 +80,7 @@ class MeasuredKernels:
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
         if tokens == 0:
             return 0.0
-        # Measured without context: attention grows with the pairs of tokens that it computes.
+        # Measured without context: attention grows with the number of token pairs.
         each, shape = max(tokens / self.data_parallel, 1), self.shape
         pairs = shape.full_layers * (context_tokens + tokens / 2) / (tokens / 2)
         if shape.windows:
@@ -87,7 +88,7 @@ class MeasuredKernels:
         return self._forward_s(tokens) + pairs * self._prefill_attention.at(each)
 
     def _forward_s(self, tokens: int) -> float:
-        """All but attention, which for some engines has its products with it."""
+        """Return the seconds of everything but attention, whose measurements for some engines include its products."""
         shape, parallel = self.shape, self.tensor_parallel
         each = max(tokens / self.data_parallel, 1)
         layer_s = math.fsum(self._matmul.at(each, n, k) for n, k in self._products())
@@ -98,7 +99,7 @@ class MeasuredKernels:
         return shape.layers * layer_s + self._experts_s(tokens) + head_s
 
     def _products(self) -> Iterator[tuple[float, float]]:
-        """Sizes (n, k) of the products of a layer on one device, without routed experts."""
+        """Yield the sizes (n, k) of a layer's products on one device, excluding routed experts."""
         shape, parallel = self.shape, self.tensor_parallel
         heads, kv_heads = self._heads
         if shape.latent is None:
@@ -125,7 +126,7 @@ class MeasuredKernels:
 
     @property
     def _heads(self) -> tuple[int, int]:
-        """Query and KV heads of one device."""
+        """Return the numbers of query and KV heads on one device."""
         return max(self.shape.heads // self.tensor_parallel, 1), max(self.shape.kv_heads // self.tensor_parallel, 1)
 
     @cached_property
@@ -174,7 +175,8 @@ class MeasuredKernels:
 
     @cached_property
     def _decode_attention(self) -> tuple[Grid, float]:
-        """Seconds of one layer by batch size with hardly a context, and for each token of context."""
+        """Return the seconds of one layer by batch size with almost no context, and the seconds per token of
+        context."""
         if self._attention_module is not None:
             columns = self.tables.columns("mla", "mla_generation_module_perf", self._attention_module)
         elif self.shape.latent is not None:
@@ -200,7 +202,7 @@ class MeasuredKernels:
         heads, kv_heads = self._heads
         return {
             "num_heads": heads,
-            # Tables have one name for all heads with KV of their own.
+            # Tables use one name if every head has its own KV.
             "num_key_value_heads": kv_heads,
             "head_dim": self.shape.head_dim,
             "window_size": 0,
@@ -213,7 +215,8 @@ class MeasuredKernels:
 
     @cached_property
     def _attention_module(self) -> dict[str, Any] | None:
-        """The rows of latent attention measured with its products; None where there are none."""
+        """Return the keys of tables for latent attention measured together with its products, or None if there are
+        none."""
         if self.shape.latent is None:
             return None
         wanted = self._latent | {"gemm_type": self._formats}

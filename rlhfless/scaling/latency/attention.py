@@ -1,7 +1,7 @@
 """A model's form of attention, from its Hugging Face config.
 
-Known are grouped-query and latent attention, to the whole context or to a window of the last tokens, or both by layer,
-and layers of Gated DeltaNet. Any other attention is refused: nobody would see that figures of such a model are wrong.
+Supported are grouped-query and latent attention, to the whole context, to a window of the last tokens, or a mix by
+layer, and layers of Gated DeltaNet. Any other attention is refused, because wrong figures would go unnoticed.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Any, Literal
 
 
 class UnknownShape(ValueError):
-    """A config whose sizes cannot be determined. The message names the key."""
+    """Raised for a config whose sizes cannot be determined. The message names the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): heads share one compressed KV, which each
-    tensor-parallel rank holds whole."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): heads share one compressed KV, replicated on each
+    tensor-parallel rank."""
 
     query_rank: int
-    """Width of the compressed queries; 0 if they are not compressed."""
+    """Width of the compressed queries; 0 if not compressed."""
     kv_rank: int
     rope_dim: int
-    """Of a head's query and key, the part with rotation; keys share it."""
+    """Rotated part of a head's query and key; keys share it."""
     plain_dim: int
-    """The part without."""
+    """Part without rotation."""
     value_dim: int
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> LatentAttention | None:
-        """None for a model with grouped-query attention. Raises UnknownShape."""
+        """Return the latent attention of a config, or None for grouped-query attention. Raises UnknownShape."""
         if not config.get("kv_lora_rank"):
             return None
         names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         return cls(int(config.get("q_lora_rank") or 0), *(whole(config, name) for name in names))
 
     def parameters(self, hidden: int, heads: int) -> int:
-        """Of one layer."""
+        """Return the parameters of one layer."""
         query_dim = heads * (self.plain_dim + self.rope_dim)
         queries = self.query_rank * (hidden + query_dim) if self.query_rank else hidden * query_dim
         keys = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.plain_dim + self.value_dim)
@@ -51,17 +51,17 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The layers in which a token attends to the last `tokens` tokens only, itself among them."""
+    """The layers in which a token attends only to the last `tokens` tokens, including itself."""
 
     layers: int
     tokens: int
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], layers: int) -> Windows | None:
-        """The windows of a model with `layers` layers; None if every layer attends to the whole context.
+        """Return the windows of a model with `layers` layers, or None if every layer attends to the whole context.
 
-        The layers are those of `layer_types`, or of the rule by which transformers fills it in. Raises UnknownShape for
-        attention that is neither full nor to a window, and for a window whose layers neither tells.
+        The layers come from `layer_types`, or from the rule by which transformers fills it in. Raises UnknownShape for
+        attention that is neither full nor windowed, and for a window whose layers cannot be determined.
         """
         _refuse_other_attention(config)
         window, kinds = config.get("sliding_window"), config.get("layer_types")
@@ -71,7 +71,7 @@ class Windows:
                 raise UnknownShape(f"`layer_types` of the model's config has {other[0]!r}; {_COUNTED}")
             windowed = kinds.count(_WINDOWED)
             if not windowed:
-                return None  # also where the list is of the model that layers were taken from
+                return None  # also if the list was copied from a larger model
             if len(kinds) != layers:
                 raise UnknownShape(f"`layer_types` of the model's config names {len(kinds)} of {layers} layers")
             return cls(windowed, whole(config, "sliding_window"))
@@ -81,26 +81,27 @@ class Windows:
         return cls(windowed, whole(config, "sliding_window")) if windowed else None
 
     def attended(self, tokens: float, context_tokens: float = 0) -> float:
-        """The pairs of one of `tokens` tokens and one that it attends to, in a windowed layer and behind
-        `context_tokens` others; the last of them have only the window before them."""
-        short = min(max(self.tokens - context_tokens, 0), tokens)  # tokens that see all that is before them
+        """Return the number of pairs of one of `tokens` tokens and a token that it attends to, in a windowed layer
+        after `context_tokens` others."""
+        short = min(max(self.tokens - context_tokens, 0), tokens)  # tokens that see everything before them
         return short * (context_tokens + short / 2) + (tokens - short) * self.tokens
 
 
 AttentionForm = Literal["fused", "eager", "unknown"]
-"""Whether a model is trained with torch's fused attention, or transformers' own, which keeps a matrix of scores."""
+"""Whether a model is trained with torch's fused attention, or with transformers' own eager attention, which keeps a
+matrix of scores."""
 
 _SUPPORTS_FUSED = re.compile(r"^ +_supports_sdpa = True", re.MULTILINE)
 
 _IGNORED_BY_FUSED = re.compile(r"\b(s_aux|position_bias)=")
-"""Arguments of attention that the fused one ignores: sinks, and a bias of positions."""
+"""Attention arguments that fused attention ignores: sinks, and a position bias."""
 
 
 def attention_form(config: Mapping[str, Any]) -> tuple[AttentionForm, str]:
-    """Return the form, and the reason where it is not `fused`, from the values of a text model's config.json.
+    """Return the form, and the reason if it is not `fused`, from the values of a text model's config.json.
 
-    The load of a model compares outputs to decide this (rlhfless.functions.attention_form), and imports torch. Here
-    transformers' source of the model is read; it is `unknown` for a model whose code is elsewhere.
+    When a model is loaded, its outputs are compared to determine this (rlhfless.functions.attention_form), which
+    imports torch. Here only transformers' source of the model is read; models with code elsewhere are `unknown`.
     """
     if cap := config.get("attn_logit_softcapping"):
         return "eager", f"its attention has a soft cap (attn_logit_softcapping: {cap:g})"
@@ -118,7 +119,7 @@ def attention_form(config: Mapping[str, Any]) -> tuple[AttentionForm, str]:
 
 @cache
 def _source_of(model: str) -> str | None:
-    """transformers' source of a model type, which may be the text part of a model (`gemma3_text`)."""
+    """Return transformers' source of a model type, which may be the text part of a model (`gemma3_text`), or None."""
     package = find_spec("transformers")
     if package is None or package.origin is None or not model.isidentifier():
         return None
@@ -131,8 +132,8 @@ def _source_of(model: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """Layers of Gated DeltaNet (arXiv 2412.06464), as transformers' Qwen3_5GatedDeltaNet has them: each sequence has a
-    state of fixed size in place of KV."""
+    """Layers of Gated DeltaNet (arXiv 2412.06464), as in transformers' Qwen3_5GatedDeltaNet: each sequence has a
+    state of fixed size instead of KV."""
 
     layers: int
     key_heads: int
@@ -140,13 +141,14 @@ class LinearAttention:
     value_heads: int
     value_dim: int
     kernel: int
-    """Tokens that the convolution before the state sees."""
+    """Tokens covered by the convolution before the state."""
     state_number_bytes: int
-    """Bytes per number of the recurrent state; the convolution's are of the model's own."""
+    """Bytes per number of the recurrent state; the convolution uses the model's own format."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], layers: int) -> LinearAttention | None:
-        """None for a model without such layers. Raises UnknownShape for a model type whose layers are not known."""
+        """Return the linear layers of a config, or None without any. Raises UnknownShape for an unsupported model
+        type."""
         if not config.get("linear_num_key_heads"):
             return None
         if (kind := config.get("model_type")) not in _GATED_DELTA_NETS:
@@ -164,18 +166,19 @@ class LinearAttention:
         return cls(layers=linear, state_number_bytes=numbers, **sizes)
 
     def parameters(self, hidden: int) -> int:
-        """Of one layer: projections of queries, keys, values and gates, the convolution, and the output."""
+        """Return the parameters of one layer: projections of queries, keys, values and gates, the convolution, and
+        the output."""
         values = self.value_heads * self.value_dim
         return hidden * (self._channels + 2 * values + 2 * self.value_heads) + self._channels * self.kernel
 
     def state_bytes(self, number_bytes: int) -> int:
-        """Bytes that a sequence holds in all layers (`gated_delta_net_state_shape` of vLLM 0.32)."""
+        """Return the bytes that a sequence holds in all layers (`gated_delta_net_state_shape` of vLLM 0.32)."""
         convolved = (self.kernel - 1) * self._channels * number_bytes
         return self.layers * (self._state * self.state_number_bytes + convolved)
 
     def operations(self, tokens: float) -> float:
-        """Operations of `tokens` tokens on the states: each reads its state twice, and adds to it, in 2 operations a
-        number."""
+        """Return the operations of `tokens` tokens on the states: each token reads its state twice and adds to it,
+        at 2 operations per number."""
         return 6 * self.layers * self._state * tokens
 
     @property
@@ -190,12 +193,12 @@ class LinearAttention:
 _LINEAR = "linear_attention"
 
 _GATED_DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-"""`model_type` of models whose linear layers are these, and whose full ones gate their output."""
+"""`model_type` of models with these linear layers, whose full layers gate their output."""
 
 _WINDOWED, _COUNTED = "sliding_attention", "attention to all tokens or to a window is counted"
 
 _EVERY_LAYER = ("mistral", "mixtral", "phi3")
-"""`model_type` of models whose `sliding_window` holds in every layer."""
+"""`model_type` of models whose `sliding_window` applies to every layer."""
 
 _OTHER_ATTENTION = (
     "attention_chunk_size",
@@ -208,13 +211,13 @@ _OTHER_ATTENTION = (
     "ssm_state_size",
     "swa_num_key_value_heads",
 )
-"""Keys of attention over chunks or chosen tokens, of layers with a state in place of KV or with another layer's KV, and
-of windowed layers with other heads."""
+"""Keys of unsupported attention: over chunks or selected tokens, layers with a state instead of KV or with another
+layer's KV, and windowed layers with other heads."""
 
 
 def _windowed(config: Mapping[str, Any], layers: int) -> int:
-    """Windowed layers of a config without `layer_types`: all but each `sliding_window_pattern`th, all from
-    `max_window_layers` on, or all of a model type that is known for it."""
+    """Return the number of windowed layers of a config without `layer_types`: all but each
+    `sliding_window_pattern`th, all from `max_window_layers` on, or all for model types known for it."""
     kind, pattern = config.get("model_type"), config.get("sliding_window_pattern")
     pattern = pattern or {"gemma2": 2, "gemma3_text": 6}.get(str(kind))
     if pattern:
@@ -236,7 +239,7 @@ def _refuse_other_attention(config: Mapping[str, Any]) -> None:
 
 
 def whole(config: Mapping[str, Any], key: str) -> int:
-    """A count of a config. Raises UnknownShape."""
+    """Return a positive whole number of a config. Raises UnknownShape."""
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
         raise UnknownShape(f"`{key}` of the model's config is {value!r}; a decoder-only transformer has a whole number")

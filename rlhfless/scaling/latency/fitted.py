@@ -1,11 +1,12 @@
-"""An engine model fitted to the run's own ledger while it runs: non-negative least squares, with forgetting. Pure.
+"""An engine model fitted to the run's own ledger while it runs: non-negative least squares with forgetting. Pure.
 
     seconds of a span = c0 iterations + c1 sequences + g context + p prefill + q prefill x its context
 
-(`timeline` has the sums). A row is divided by its seconds, so that relative errors count. Only the sums of products are
-kept, however long the run. A prior, such as a roofline, is used before there is data, and later decides terms that the
-data cannot tell apart: each coefficient is pulled towards its prior, relative to it. Then c1 may differ between small
-and large batches, each pulled towards the c1 of the line: batch sizes that were not seen stay on the line.
+See `timeline` for the sums. Each row is divided by its seconds, so relative errors count. Only the sums of products are
+kept, so memory does not grow with the run. A prior, such as a roofline, is used before there is data, and later
+determines terms that the data cannot separate: each coefficient is pulled towards its prior, in relative terms.
+Afterwards c1 may differ between small and large batches, each pulled towards the c1 of the line, so batch sizes not
+seen stay on the line.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ KEPT = 0.8
 """Weight of all earlier steps at each new one: an engine's speed changes with its neighbours, seldom more."""
 
 PRIOR_WEIGHT = 0.1
-"""The prior weighs as much as a tenth of one row whose term is all of its time: it decides only what rows cannot."""
+"""The prior weighs as much as a tenth of a row whose only term takes all of its time, so it determines only what
+rows cannot."""
 
 LEAST = 0.01
-"""An iteration takes at least this share of the prior's time for one sequence, whatever the rows say: in a step whose
-batches are full all the time, prefills may explain all of its time, and no plan can be made with free iterations."""
+"""Minimum time of an iteration, as a share of the prior's time for one sequence. If all batches of a step are full,
+prefills may explain all of its time, and plans cannot be made with free iterations."""
 
 SLOWEST_TO_FASTEST = 20
-"""A token takes at most this many times less than the median's. The order of requests that waited is a guess; where it
-is wrong, a request seems to begin just before it ends, and its row would outweigh all others."""
+"""Maximum ratio between the median time per token and a row's. The order of waiting requests is a guess; if it is
+wrong, a request seems to start just before it ends, and its row would outweigh all others."""
 
-# Batches and prefills at which a prior model is evaluated, to fit a line to it.
+# Batches and prefills at which a prior model is evaluated to fit a line to it.
 _FEW, _MANY = 1, 128
 _CHUNK, _BEHIND = 2048, 8192
 
@@ -47,26 +49,27 @@ _LINE[0, 0] = 1
 _LINE[1 : len(KNOTS) + 1, 1] = 1
 _LINE[len(KNOTS) + 1 :, 2:] = np.eye(3)
 
-# The unit of a term that is free in the prior: as much as the fixed part, in a batch of 128 contexts of 1,024.
+# The unit of a term that the prior sets to 0: as much as the fixed part, in a batch of 128 contexts of 1,024.
 _FREE = np.array([1, 1 / _MANY, 1 / (_MANY * 1024), 1 / _MANY, 1 / (_MANY * 1024)])
 
 
 @dataclass(frozen=True, slots=True)
 class LinearEngine:
-    """An `EngineModel` of five coefficients, for an engine that has not run yet."""
+    """An `EngineModel` with five coefficients, for an engine that has not run yet."""
 
     fixed_s: float
-    """Seconds of each decode iteration."""
+    """Seconds per decode iteration."""
     sequence_s: float
-    """Seconds of each sequence in it."""
+    """Seconds per sequence in an iteration."""
     context_s: float
     prefill_token_s: float
     prefill_context_s: float
-    """Seconds of each pair of a prefilled token and a token that it attends to."""
+    """Seconds per pair of a prefilled token and a token that it attends to."""
 
     @classmethod
     def of(cls, model: EngineModel) -> LinearEngine:
-        """The line through another model: a batch of 1 and of 128; prefills of 2,048 tokens, fresh and behind 8,192."""
+        """Return the line through another model: batches of 1 and 128; prefills of 2,048 tokens, fresh and after
+        8,192."""
         few, many = model.iteration_s(_FEW), model.iteration_s(_MANY)
         sequence_s = max((many - few) / (_MANY - _FEW), 0.0)
         fresh, behind = model.prefill_s(_CHUNK), model.prefill_s(_CHUNK, _BEHIND)
@@ -82,7 +85,7 @@ class LinearEngine:
 
     @property
     def coefficients(self) -> Array:
-        """[LINE]: the factor of each sum of a span, all sequences in one."""
+        """Return the factor of each sum of a span [LINE], with all sequences in one term."""
         return np.array([self.fixed_s, self.sequence_s, self.context_s, self.prefill_token_s, self.prefill_context_s])
 
 
@@ -91,13 +94,13 @@ class BentEngine:
     """An `EngineModel` whose iteration time is piecewise linear in the batch size."""
 
     fixed_s: float
-    """Seconds of each decode iteration."""
+    """Seconds per decode iteration."""
     sequence_s: tuple[float, ...]
-    """Seconds of each sequence beyond each of KNOTS, up to the next one."""
+    """Seconds per sequence beyond each of KNOTS, up to the next one."""
     context_s: float
     prefill_token_s: float
     prefill_context_s: float
-    """Seconds of each pair of a prefilled token and a token that it attends to."""
+    """Seconds per pair of a prefilled token and a token that it attends to."""
 
     @classmethod
     def of(cls, coefficients: Array) -> BentEngine:
@@ -127,13 +130,13 @@ class LatencyFit:
         self._targets = np.zeros(len(WORK))
 
     def forget(self) -> None:
-        """A step has ended: earlier data counts less from now on."""
+        """Reduce the weight of earlier data, at the end of a step."""
         self._products *= KEPT
         self._targets *= KEPT
 
     def observe(self, requests: Requests, learn: BoolArray) -> None:
-        """All requests of one actor in a span of time. Requests not in `learn` [requests] only count as load on the
-        others."""
+        """Add all requests of one actor in a span of time. Requests not in `learn` [requests] count only as load on
+        the others."""
         work, seconds = spans(requests)
         whole = learn & (seconds > 0) & (requests.response_tokens > 0)
         if whole.any():
@@ -146,10 +149,10 @@ class LatencyFit:
     def observe_step(
         self, invocations: Iterable[Invocation], rollouts: Iterable[TracedRollout], max_sequences: int
     ) -> None:
-        """A step of the ledger: each actor's generate calls, and the rollouts that it finished in them.
+        """Add a step of the ledger: each actor's generate calls, and the rollouts finished in them.
 
-        A rollout that moved here from another actor began before the call: it counts as load only, from the call on.
-        Actors that generated nothing and computed prompts for others are learned from, too.
+        A rollout that migrated from another actor started before the call; it counts as load only, from the call on.
+        Actors that generated nothing and computed prompts for others are included.
         """
         self.forget()
         every = list(invocations)
@@ -167,8 +170,8 @@ class LatencyFit:
             self.observe(ordered, learn[order])
 
     def _observe_prompts(self, calls: Sequence[Invocation]) -> None:
-        """An actor computes the prompts of several calls at once, so each time in which it worked without a break is
-        one row. The prompts of a call are taken to be equally long."""
+        """Add calls that computed prompts, which are assumed to be equally long within a call. An actor processes
+        several calls at once, so each uninterrupted period of work is one row."""
         for of_actor in prompt_calls(calls).values():
             for start_s, end_s in union((call.start_s, call.end_s) for call in of_actor):
                 within = [call for call in of_actor if start_s <= call.start_s < end_s]
@@ -180,7 +183,7 @@ class LatencyFit:
                 self._targets += row
 
     def model(self) -> BentEngine:
-        """The best coefficients so far; the prior's before there is data."""
+        """Return the engine with the best coefficients so far, or the prior's before there is data."""
         line, free = self._prior.coefficients, self._prior.fixed_s * _FREE
         line = self._held_to(line, free, _LINE)
         best = self._held_to(_LINE @ line, _LINE @ free, np.eye(len(WORK)))
@@ -188,17 +191,18 @@ class LatencyFit:
         return BentEngine.of(best)
 
     def _held_to(self, before: Array, free: Array, terms: Array) -> Array:
-        """The best coefficients of `terms` [WORK, terms], each pulled towards its value `before`. `free` is the unit of
-        those that were 0."""
+        """Return the best coefficients of `terms` [WORK, terms], each pulled towards its value in `before`. `free`
+        is the unit of those that were 0."""
         unit = np.where(before > 0, before, free)
-        # In such units coefficients are about 1, and the soft bound is a multiple of the unit matrix.
+        # In these units coefficients are about 1, and the soft bound is a multiple of the unit matrix.
         products = terms.T @ self._products @ terms * np.outer(unit, unit) + self._prior_weight * np.eye(unit.size)
         targets = terms.T @ self._targets * unit + self._prior_weight * before / unit
         return np.asarray(unit * _non_negative(products, targets))
 
 
 def prompt_calls(calls: Iterable[Invocation]) -> dict[str, list[Invocation]]:
-    """The calls in which actors computed prompts for others, by actor. One that generates computes or takes its own."""
+    """Return, by actor, the calls in which actors computed prompts for others. Generating actors are excluded: they
+    compute or receive their own."""
     every = list(calls)
     generate = {call.replica for call in every if call.work is Work.GENERATE}
     found: dict[str, list[Invocation]] = defaultdict(list)
@@ -209,14 +213,14 @@ def prompt_calls(calls: Iterable[Invocation]) -> dict[str, list[Invocation]]:
 
 
 def _pairs(call: Invocation) -> float:
-    """Of a computed token and one that it attends to."""
+    """Return the pairs of a computed token and a token that it attends to."""
     new, prompts = call.input_tokens - call.cached_tokens, max(call.sequences, 1)
     return new * (call.cached_tokens + new / 2) / prompts
 
 
 def _came_s(rollout: TracedRollout, calls: Iterable[Invocation]) -> float | None:
-    """When a rollout came to the actor of these calls: it began in one, or moved here with the first of those in which
-    it ended. None if it ended in none."""
+    """Return when a rollout came to the actor of these calls: its start in one of them, or the start of the first
+    call in which it ended, after a migration. None if it ended in none."""
     ended_in = [call.start_s for call in calls if call.start_s <= rollout.finished_s <= call.end_s]
     if not ended_in:
         return None
@@ -224,12 +228,12 @@ def _came_s(rollout: TracedRollout, calls: Iterable[Invocation]) -> float | None
 
 
 def _non_negative(products: Array, targets: Array) -> Array:
-    """Least squares without negative coefficients: the best of all sets of coefficients that may be positive."""
+    """Solve least squares with non-negative coefficients by trying all sets of positive coefficients."""
     best, best_value = np.zeros(len(targets)), 0.0
     for chosen in range(1, 2 ** len(targets)):
         terms = [index for index in range(len(targets)) if chosen >> index & 1]
         solution = np.linalg.solve(products[np.ix_(terms, terms)], targets[terms])
-        value = float(targets[terms] @ solution)  # by how much the squared error falls
+        value = float(targets[terms] @ solution)  # reduction of the squared error
         if value > best_value and (solution >= 0).all():
             best_value = value
             best = np.zeros(len(targets))

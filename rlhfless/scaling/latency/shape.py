@@ -1,7 +1,7 @@
-"""The sizes of a model that decide its speed, from its Hugging Face config.
+"""The sizes of a model that determine its speed, from its Hugging Face config.
 
-Known are the attention of `attention.py`, dense and routed gated MLPs, and weights in 16, 8 or 4 bits. Any other
-quantisation is refused: nobody would see that figures of such a model are wrong.
+Supported are the forms of attention in `attention.py`, dense and routed gated MLPs, and weights in 16, 8 or 4 bits. Any
+other quantisation is refused, because wrong figures would go unnoticed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder-only transformer with gated MLPs. Counts of parameters leave out norms and biases."""
+    """A decoder-only transformer with gated MLPs. Parameter counts exclude norms and biases."""
 
     layers: int
     hidden: int
@@ -35,33 +35,34 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     dense_mlp: int
-    """Parameters of the MLPs (shared experts among them) that every token passes, over all layers."""
+    """Parameters of the MLPs that every token passes through, including shared experts, over all layers."""
     expert_mlp: int
-    """Parameters of one routed expert, over all layers that have them; 0 in a dense model."""
+    """Parameters of one routed expert over all layers that have it; 0 in a dense model."""
     experts: int
     experts_per_token: int
     tied: bool
-    """Whether the output head is the embedding."""
+    """Whether the output head shares the embedding's weights."""
     weight_bytes: int
     """Bytes per parameter."""
     kv_number_bytes: int | None = None
-    """Bytes per number of KV; those of a parameter if None."""
+    """Bytes per number of KV; same as the parameters if None."""
     latent: LatentAttention | None = None
-    """None: grouped-query attention."""
+    """None for grouped-query attention."""
     matrix_bytes: float | None = None
-    """Bytes per parameter of attention and MLPs, if they are quantised; embeddings and head never are."""
+    """Bytes per parameter of attention and MLPs if quantised; embeddings and head never are."""
     plain_attention: bool = False
-    """Whether the attention of a quantised model is not."""
+    """Whether attention is excluded from quantisation."""
     product_bits: int = 16
-    """Bits in which the products of attention's and MLPs' weights are computed."""
+    """Bits in which the products with attention and MLP weights are computed."""
     windows: Windows | None = None
-    """None: every layer attends to the whole context."""
+    """None if every layer attends to the whole context."""
     expert_layers: int = 0
-    """Layers with routed experts."""
+    """Number of layers with routed experts."""
     attention_form: AttentionForm = "fused"
-    """Of training."""
+    """Form of attention in training."""
     linear: LinearAttention | None = None
-    """None: every layer has keys and values. With it the others gate their output by as many numbers as a query has."""
+    """None if every layer has keys and values. Otherwise full layers gate their output, with one gate per number of
+    a query."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -103,28 +104,28 @@ class ModelShape:
         )
 
     def up_to(self, tokens: int) -> ModelShape:
-        """The shape for sequences of at most `tokens` tokens: a window that holds them all is none."""
+        """Return the shape for sequences of at most `tokens` tokens: a window that holds them all is dropped."""
         return replace(self, windows=None) if self.windows and tokens <= self.windows.tokens else self
 
     def in_bits(self, bits: int) -> ModelShape:
-        """The shape with the weights of its layers, and their products, in so many bits at most."""
+        """Return the shape with its layers' weights and products reduced to at most `bits` bits."""
         if bits >= 8 * self._matrix_bytes:
             return replace(self, product_bits=min(self.product_bits, bits))
         return replace(self, matrix_bytes=bits / 8, product_bits=min(self.product_bits, bits))
 
     @property
     def full_layers(self) -> int:
-        """Layers that attend to the whole context."""
+        """Return the number of layers that attend to the whole context."""
         return self.kv_layers - (self.windows.layers if self.windows else 0)
 
     @property
     def kv_layers(self) -> int:
-        """Layers with keys and values."""
+        """Return the number of layers with keys and values."""
         return self.layers - (self.linear.layers if self.linear else 0)
 
     @property
     def attention(self) -> int:
-        """Parameters of all attention layers."""
+        """Return the parameters of all attention layers."""
         if self.latent:
             return self.layers * self.latent.parameters(self.hidden, self.heads)
         if self.linear:
@@ -134,70 +135,70 @@ class ModelShape:
 
     @property
     def head(self) -> int:
-        """Parameters of the output head."""
+        """Return the parameters of the output head."""
         return self.hidden * self.vocabulary
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Return the number of all parameters."""
         embeddings = self.head if self.tied else 2 * self.head
         return self.attention + self.dense_mlp + self.experts * self.expert_mlp + embeddings
 
     @property
     def active(self) -> int:
-        """Parameters that one token is multiplied with."""
+        """Return the number of parameters that one token is multiplied with."""
         return self.attention + self.dense_mlp + self.experts_per_token * self.expert_mlp + self.head
 
     @property
     def token_keys(self) -> float:
-        """Keys to which a token could attend in the time that the other products of a layer take it: 2 FLOPs for each
-        parameter, and 4 for each key and number of its queries."""
+        """Return the number of keys whose attention takes a token as long as a layer's other products: 2 FLOPs per
+        parameter, and 4 per key and number of its queries."""
         return (self.active - self.head) / (2 * self.layers * self.heads * self.head_dim)
 
     def read(self, tokens: float) -> float:
-        """Parameters that are read for a batch of `tokens` tokens: of the experts only those that a token uses."""
+        """Return the parameters read for a batch of `tokens` tokens: only experts used by a token count."""
         asked = 1 - (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
         return self.attention + self.dense_mlp + self.head + asked * self.experts * self.expert_mlp
 
     def read_bytes(self, tokens: float) -> float:
-        """Bytes of the weights that are read for a batch of `tokens` tokens."""
+        """Return the bytes of the weights read for a batch of `tokens` tokens."""
         return self._bytes(self.read(tokens) - self.head) + self.head * self.weight_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of KV per token, in all layers that have it. With windows that is an upper bound: a token behind a
-        layer's window is no longer held there."""
+        """Return the bytes of KV per token, over all layers with KV. With windows this is an upper bound: a layer
+        drops tokens behind its window."""
         return self.kv_layers * self.kv_layer_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of a sequence, however long it is; 0 without linear layers."""
+        """Return the bytes of a sequence's states, which do not depend on its length; 0 without linear layers."""
         return self.linear.state_bytes(self.weight_bytes) if self.linear else 0
 
     @property
     def kv_layer_bytes(self) -> int:
-        """Bytes of KV per token and layer."""
+        """Return the bytes of KV per token and layer."""
         return self.kv_width * (self.kv_number_bytes or self.weight_bytes)
 
     @property
     def kv_width(self) -> int:
-        """Numbers of KV per token and layer."""
+        """Return the numbers of KV per token and layer."""
         if self.latent:
             return self.latent.kv_rank + self.latent.rope_dim
         return 2 * self.kv_heads * self.head_dim
 
     @property
     def query_width(self) -> int:
-        """Numbers of the queries of a token in one layer."""
+        """Return the width of a token's queries in one layer."""
         return self.heads * (self.latent.plain_dim + self.latent.rope_dim if self.latent else self.head_dim)
 
     @property
     def key_width(self) -> int:
-        """Numbers of the keys of a token in one layer, as they are multiplied with queries in training."""
+        """Return the width of a token's keys in one layer, as multiplied with queries in training."""
         return self.query_width if self.latent else self.kv_heads * self.head_dim
 
     def attention_operations(self, tokens: int, context_tokens: int) -> float:
-        """Operations of attention while `tokens` tokens are prefilled after `context_tokens`."""
+        """Return the operations of attention while `tokens` tokens are prefilled after `context_tokens`."""
         pairs = self.full_layers * tokens * (context_tokens + tokens / 2)
         if self.windows:
             pairs += self.windows.layers * self.windows.attended(tokens, context_tokens)
@@ -207,17 +208,17 @@ class ModelShape:
 
     @property
     def total_bytes(self) -> int:
-        """All weights."""
+        """Return the bytes of all weights."""
         matrices = self.attention + self.dense_mlp + self.experts * self.expert_mlp
         return int(self._bytes(matrices)) + (self.parameters - matrices) * self.weight_bytes
 
     @property
     def expert_bytes(self) -> float:
-        """All routed experts."""
+        """Return the bytes of all routed experts."""
         return self.experts * self.expert_mlp * self._matrix_bytes
 
     def _bytes(self, matrices: float) -> float:
-        """Bytes of parameters of layers, all of the attention's among them."""
+        """Return the bytes of layer parameters, which must include all of attention's."""
         plain = self.attention if self.plain_attention else 0
         return plain * self.weight_bytes + (matrices - plain) * self._matrix_bytes
 
@@ -227,16 +228,16 @@ class ModelShape:
 
 
 _FLOATS = {"FP8": (1.0, 8), "NVFP4": (0.5 + 1 / 16, 4)}
-"""Bytes per parameter and bits of products of ModelOpt's formats; a block of 16 numbers of NVFP4 has a scale of 8
-bits."""
+"""Bytes per parameter and bits of products of ModelOpt's formats. In NVFP4, each block of 16 numbers has an 8-bit
+scale."""
 
 _MXFP4 = "mxfp4"
-"""The format of gpt-oss, which only its experts have: a block of 32 numbers of 4 bits has a scale of 8 bits (OCP
-Microscaling Formats v1.0), and products are of 16 bits."""
+"""The format of gpt-oss, used only for its experts: each block of 32 4-bit numbers has an 8-bit scale (OCP
+Microscaling Formats v1.0), and products are computed in 16 bits."""
 
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Layers of a model with experts that have none."""
+    """Return the number of layers without experts in a model with experts."""
     every = config.get("moe_layer_freq") or config.get("decoder_sparse_step") or 1
     routed = [bool(one) for one in every] if isinstance(every, list) else [not (i + 1) % every for i in range(layers)]
     plain = {*range(int(config.get("first_k_dense_replace") or 0)), *(config.get("mlp_only_layers") or ())}
@@ -244,7 +245,7 @@ def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def _quantised(config: Mapping[str, Any]) -> tuple[float | None, int]:
-    """Bytes per parameter of the matrices, and bits of their products. Raises UnknownShape."""
+    """Return bytes per parameter of the matrices, and bits of their products. Raises UnknownShape."""
     given = config.get("quantization_config")
     if not given:
         return None, 16

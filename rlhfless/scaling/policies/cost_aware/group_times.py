@@ -72,7 +72,7 @@ class Responses:
 
     @property
     def list_order(self) -> Ints:
-        """[samples]: Return `order`; by default ascending by length, samples of equal length by prompt."""
+        """Return `order` `[samples]`; by default ascending by length, samples of equal length by prompt."""
         return np.lexsort((self.prompt, self.tokens)) if self.order is None else self.order
 
 
@@ -165,7 +165,7 @@ class ActorType:
 
     @cached_property
     def table_s(self) -> Floats:
-        """[max_sequences]: Return a(1), a(2), ... by the pieces."""
+        """Return a(1), a(2), ... `[max_sequences]` by the pieces."""
         return self.iteration_times.of(np.arange(1, self.max_sequences + 1, dtype=np.float64))
 
     def drain_s(self, tokens: Floats, context: Ints, longest: float) -> float:
@@ -334,7 +334,7 @@ def _charges(tree: PrefixTree, own: Floats, shared: Floats, prompt: Ints) -> tup
 
 
 def _sums(values: Floats) -> Floats:
-    """[samples + 1]: Return the sums of the first 0, 1, 2, ... values."""
+    """Return the sums of the first 0, 1, 2, ... values, `[samples + 1]`."""
     return np.concatenate(([0.0], np.cumsum(values)))
 
 

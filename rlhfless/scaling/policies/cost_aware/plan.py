@@ -67,7 +67,7 @@ class FleetOptions:
 
     @property
     def soonest(self) -> list[Standby]:
-        """[actors]: the tier of each actor, the soonest first, at most `max_actors`."""
+        """Return the tier of each actor `[actors]`, soonest first, at most `max_actors`."""
         tiers = sorted(self.standby, key=lambda standby: (standby.wait_s, standby.tier))
         return [standby for standby in tiers for _ in range(standby.actors)][: self.max_actors]
 
