@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Configuration and fixtures of all tests."""
 
 import os
 import sys
@@ -16,22 +16,22 @@ from xdist.workermanage import WorkerController
 
 from rlhfless.util.text import storable
 
-# `fakes` can be imported here, and in every process that a test starts (the server that processes are forked from and
-# Ray's workers do not get this process's sys.path).
+# Makes `fakes` importable here and in every process that a test starts. The fork server and Ray's workers do not
+# inherit this process's sys.path.
 sys.path.append(str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent)])
 
 pytest_plugins = ["fakes.prompt_inputs", "fakes.service_fixtures"]
 
-# Timings never decide a test; and what is compiled is compiled in the first example that calls it.
+# Timings never decide a test, because code is compiled in the first example that calls it.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The order in which pytest-xdist hands files out (with --no-loadscope-reorder): first those whose tests may take
-    longest, by their mark `timeout`, then those with the most tests. One that begins last would be waited for alone."""
+    """Order the files for pytest-xdist (with --no-loadscope-reorder): by the longest `timeout` mark of their tests,
+    then by the number of tests. A long file that starts last would delay the whole run."""
     if not hasattr(config, "workerinput"):
         return
     limits, tests = dict[Path, float](), Counter(item.path for item in items)
@@ -42,9 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _FilesOfLostWorkers(LoadFileScheduling):
-    """A worker that was lost (killed for memory, crashed) gives back only files that have tests left, and the one that
-    comes in its place is told that no more follow. pytest-xdist gives it finished files, too, and not that: it then
-    waits for ever for its first test, or runs all but its last."""
+    """Scheduler that survives lost workers (killed for memory, crashed).
+
+    A lost worker returns only files with remaining tests, and its replacement is told when no more files follow.
+    pytest-xdist also returns finished files and does not tell the replacement, which then waits forever for its first
+    test, or runs all tests but its last.
+    """
 
     def remove_node(self, node: WorkerController) -> str | None:
         files = self.assigned_work[node]
@@ -60,29 +63,31 @@ class _FilesOfLostWorkers(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """None: pytest-xdist's own."""
+    """Return the scheduler for `--dist loadfile`; None selects pytest-xdist's own."""
     return _FilesOfLostWorkers(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
-    """Tests of arbitrary text print and log any; what pytest-xdist sends from its workers must be valid Unicode."""
+    """Escape a report's sections. Tests of arbitrary text print and log any characters, but pytest-xdist's workers must
+    send valid Unicode."""
     report = yield
     report.sections = [(name, storable(text)) for name, text in report.sections]
     return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Reasons of skipped tests go to the file that RLHFLESS_SKIPPED names, for one list at the end of `make test`."""
+    """Append the reasons of skipped tests to the file named by RLHFLESS_SKIPPED, for one list at the end of `make
+    test`."""
     path = os.environ.get("RLHFLESS_SKIPPED")
-    if path and "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have summaries of their own
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have their own summaries
         reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())]
         with open(path, "a", encoding="utf-8") as file:
             file.writelines(f"{reason}\n" for reason in reasons)
 
 
 class _InProcess:
-    """A rank actor without Ray: `rank.method.remote(...)` runs the method here."""
+    """A rank actor without Ray: `rank.method.remote(...)` runs the method in this process."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -97,7 +102,7 @@ async def _answer(method: Callable[..., Any], *given: Any) -> Any:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, Any], Awaitable[Any]]:
-    """`await in_process(Function, settings)`: a function with ranks, whose one rank is in this process."""
+    """Return `await in_process(Function, settings)`, which starts a function with its single rank in this process."""
 
     async def start(kind: Any, settings: Any) -> Any:
         monkeypatch.setattr("ray.put", lambda value: value)
@@ -110,7 +115,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, Any], Awaitab
 
 
 class Listener(ThreadingHTTPServer):
-    """On loopback; counts connections, and answers each request with an empty JSON object."""
+    """A loopback server that counts connections and answers each request with an empty JSON object."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
@@ -137,7 +142,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    """A server that what a user has written names, and that must not be asked."""
+    """Start a server that is named in user input and must not receive requests."""
     server = Listener()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server

@@ -1,1 +1,1 @@
-"""Stand-ins and small inputs that tests of more than one folder share."""
+"""Fakes and small inputs that several test folders share."""

@@ -1,4 +1,4 @@
-"""Values that many tests build: rollouts, rows of a trace, reward samples, engine settings, leases, and any text."""
+"""Builders of values that many tests need: rollouts, trace rows, reward samples, and arbitrary text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def drawn(
     spans: tuple[VersionSpan, ...] = (),
     actor: str = "a",
 ) -> Rollout:
-    """With these tokens, drawn within a second; logprobs are 0 unless they are given."""
+    """Return a rollout with these tokens, generated within a second. Logprobs default to 0."""
     token_ids = np.array(tokens, dtype=np.int64)
     given = np.zeros(len(token_ids), np.float32) if logprobs is None else np.array(logprobs, np.float32)
     return Rollout(prompt_id, index, seed, token_ids, given, text, reason, spans, actor, 0.0, 1.0)
@@ -68,12 +68,12 @@ def traced(
 
 
 def timed(actor: str, step: int, index: int, token_s: float) -> TracedRollout:
-    """Of TOKENS tokens, of which each takes so long."""
+    """Return a trace row of TOKENS tokens at `token_s` seconds per token."""
     return traced(step, index=index, prompt_tokens=4, actor=actor, finished_s=TOKENS * token_s)
 
 
 def samples_of(*responses, prompt_id="p-1", **columns):
-    """One prompt's samples."""
+    """Return the samples of one prompt."""
     return [
         RewardSample("the prompt", text, len(text), FinishReason.LENGTH, columns, prompt_id, index)
         for index, text in enumerate(responses)
@@ -81,8 +81,8 @@ def samples_of(*responses, prompt_id="p-1", **columns):
 
 
 TEXTS = st.text(alphabet=st.characters(exclude_categories=()))
-"""Lone surrogates and control characters among them."""
+"""Arbitrary text, including lone surrogates and control characters."""
 
 
 ANY_TEXT = TEXTS | st.binary().map(os.fsdecode)
-"""Or names of files that are not UTF-8."""
+"""Arbitrary text, including file names that are not UTF-8."""

@@ -1,4 +1,4 @@
-"""Values of `code` rewards, by real confined processes."""
+"""Values of `code` rewards, computed by real sandboxed processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhfless.spec import CodeSpec
 
 
 def value(response: str, columns: dict[str, Any], prompt: str = "the prompt", **options: Any) -> Outcome:
-    """The reward of one response to a row."""
+    """Return the reward of one response to a row."""
     reward = CodeReward(CodeSpec(type="code", timeout_s=20, **options))
     sample = RewardSample(prompt, response, len(response), FinishReason.STOP, columns, "p-1", 0)
     (outcome,) = [event.outcome for event in reward.run([sample]) if isinstance(event, Done)]

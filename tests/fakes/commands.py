@@ -1,4 +1,4 @@
-"""The command line as a process: as this user, and as nobody in tests that run as root."""
+"""The command line as a process: run as this user, or as nobody if the tests run as root."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def write_spec(assets: Path, folder: Path, **changes: object) -> Path:
 
 
 def start(spec: Path, log: Path, *options: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[bytes]:
-    """The command in a session of its own, as a terminal would start it: with Ctrl-C not ignored, which a shell
-    does to what it starts in the background."""
+    """Start the command in its own session, as a terminal would. Resets SIGINT, which a shell ignores for background
+    processes."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [*command, "run", str(spec), *options],
@@ -63,7 +63,7 @@ def assert_nothing_is_left(left: list[psutil.Process], runs: Path) -> None:
 
 USER = 65534
 
-# In a mount namespace of its own /root is laid over by one that all may enter. What is changed there goes with it.
+# In a separate mount namespace, /root is overlaid by a copy that every user may enter. Changes there are discarded.
 _SCRIPT = f"""
 set -e
 mount -t tmpfs tmpfs /mnt
@@ -75,7 +75,7 @@ exec setpriv --reuid={USER} --regid={USER} --clear-groups -- "$@"
 
 
 def as_other_user(*command: str) -> list[str]:
-    """The command line; the same where the tests are not run by root."""
+    """Return the command line for another user; unchanged if the tests do not run as root."""
     if os.getuid() != 0:
         return list(command)
     if not _possible():

@@ -1,6 +1,7 @@
-"""Starts an engine with a core of its own, says what its processes are, what became of a load, and waits to be killed.
+"""Starts an engine with a separate core process, prints its process ids and the outcome of a load, and waits to be
+killed.
 
-front.py FOLDER LOCATION
+    engine_process.py FOLDER LOCATION
 """
 
 import asyncio
@@ -15,7 +16,6 @@ from rlhfless.weights.store import FolderStore
 
 
 async def main(folder: Path, location: str) -> None:
-    """Starts, says, waits."""
     model = TinyModel(folder / "model", Qwen2ForCausalLM.from_pretrained(folder / "model"))
     engine = await start_tiny_engine(model, folder / "store", "core apart")
     print(*engine.pids, flush=True)

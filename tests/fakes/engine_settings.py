@@ -23,4 +23,4 @@ SETTINGS = EngineSettings(
 
 DAY_S = 86_400
 LONG = LeaseTerms(DAY_S, DAY_S)
-"""Longer than any session of tests: a function whose lease runs out ends its process, here the one that tests."""
+"""Longer than any test session: a function whose lease expires ends its process, which here is the test process."""

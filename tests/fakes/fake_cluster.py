@@ -1,4 +1,5 @@
-"""A cluster and its actors without Ray and vLLM: replicas start, load and stop, and tokens come, when tests say so."""
+"""A cluster and its actors without Ray and vLLM. Tests control when replicas start, load and stop, and when tokens
+arrive."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ OWN = WeightVersion("run", 1, 0, "own")
 
 
 class FakeCluster:
-    """Remembers what was asked of it. With `gated` starts wait for the test."""
+    """Records the requests it receives. With `gated`, starts wait for the test."""
 
     lost = False
 
@@ -62,11 +63,11 @@ class FakeCluster:
         self.begun: list[int] = []
         """Slots whose starts have begun, in order."""
         self.gates: dict[int, asyncio.Future[None]] = {}
-        """Of the starts, by slot."""
+        """Gates of the starts, by slot."""
         self.loads: dict[str, asyncio.Future[None]] = {}
-        """Of replicas whose loads end when the test lets them, by name."""
+        """Gates of loads that wait for the test, by replica name."""
         self.restless: set[str] = set()
-        """Names of replicas that do not fall asleep."""
+        """Names of replicas that fail to sleep."""
         self.stopped: list[str] = []
         self._slots: dict[str, int] = {}
 
@@ -87,12 +88,12 @@ class FakeCluster:
 
 
 class FakeDevices:
-    """Has every device at once, and remembers which replicas use one."""
+    """Grants every device at once, and records its users."""
 
     def __init__(self) -> None:
         self.users: set[str] = set()
         self.to_come: set[str] = set()
-        """Names of devices whose node has to come."""
+        """Names of devices whose node has yet to join."""
 
     async def acquire(self, allocation: Allocation, user: str, lost: Any) -> Allocation:
         self.users.add(user)
@@ -114,7 +115,7 @@ class FakeDevices:
 
 
 class FakeHandle:
-    """Answers every call at once, but for the loads that wait."""
+    """Answers every call at once, except loads that wait."""
 
     def __init__(self, name: str, cluster: FakeCluster) -> None:
         self._name = name
@@ -135,7 +136,7 @@ class FakeHandle:
 
 
 class NoRecords:
-    """Holdings and invocations that are of no interest."""
+    """Discards holdings, invocations and decisions."""
 
     def add_holding(self, holding: Any) -> None: ...
 
@@ -152,7 +153,7 @@ def pool_of(
     function: FunctionName = FunctionName.GENERATION,
     given: Sequence[Allocation] = (),
 ) -> ReplicaPool:
-    """A real pool, with replicas of these names that serve in the first slots, on the allocations that are `given`."""
+    """Return a real pool with serving replicas of these names in the first slots. `given`: the pool's allocations."""
     all_allocations = tuple(given) or tuple(Allocation.of([Device(f"cpu-{i}", "cpu-core", i)]) for i in range(slots))
     blueprint = Blueprint(
         declared()[function], object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors")
@@ -172,7 +173,7 @@ def prompt(name: str) -> Prompt:
 
 
 def rollout(item: SampleItem, actor: str, tokens: int, reason: FinishReason = FinishReason.STOP) -> Rollout:
-    """A rollout of `tokens` tokens in all; those that the item brought along are kept."""
+    """Return a rollout of `tokens` tokens in total, keeping the tokens that the item brought along."""
     prior = [] if item.prior is None else list(item.prior.token_ids)
     token_ids = np.array(prior + [7] * (tokens - len(prior)), dtype=np.int64)
     given = (item.prompt_id, item.sample_index, token_ids)
@@ -186,7 +187,7 @@ def group(name: str, samples: int = 1) -> Group:
 
 @dataclass
 class FakeActor:
-    """An actor that holds what it was given until it is told to finish it."""
+    """An actor that keeps its samples running until the test finishes them."""
 
     name: str
     allocation: Allocation
@@ -199,7 +200,7 @@ class FakeActor:
     precomputed: list[tuple[PrecomputeRequest, int]] = field(default_factory=list)
     """Each with the number of generate requests before it."""
     slow: bool = False
-    """Precomputations time out."""
+    """Makes precomputations time out."""
     serves: str = "run/1/2/d"
 
     @property
@@ -232,13 +233,13 @@ class FakeActor:
                 raise CallTimeout("waited 1 s for shared prefixes")
             return tuple({"from": self.name} if keys.offer else None for _ in keys.prefixes)
         assert method == "abort"
-        running = [key for key in keys if key in self.running]  # the others have just ended, or are not there yet
+        running = [key for key in keys if key in self.running]  # the others have just ended, or have not arrived yet
         for prompt_id in dict.fromkeys(key[0] for key in running):
             self._deliver([key for key in running if key[0] == prompt_id], 5, FinishReason.ABORT)
         return len(running)
 
     def ask(self, version: WeightVersion) -> None:
-        """Other weights are wanted."""
+        """Request other weights."""
         if self.state is ReplicaState.SERVING:
             self.state = ReplicaState.STALE
 
@@ -246,18 +247,18 @@ class FakeActor:
         self.state = ReplicaState.DRAINING
 
     def finish(self, *prompt_ids: str, tokens: int = 9) -> None:
-        """End all samples of these prompts, or of all."""
+        """End all samples of these prompts, or of all prompts."""
         for prompt_id in prompt_ids or sorted({key[0] for key in self.running}):
             self._deliver([key for key in self.running if key[0] == prompt_id], tokens, FinishReason.STOP)
 
     def _deliver(self, keys: Sequence[SampleKey], tokens: int, reason: FinishReason) -> None:
-        for queue in dict.fromkeys(self.queue_of[key] for key in keys):  # each request has a stream of its own
+        for queue in dict.fromkeys(self.queue_of[key] for key in keys):  # each request has its own stream
             mine = [key for key in keys if self.queue_of[key] is queue]
             done = tuple(rollout(self.running.pop(key), self.name, tokens, reason) for key in mine)
             queue.put_nowait(GroupsFinished("x", (done,)))
 
     def heartbeat(self, tokens: dict[SampleKey, int], ended: dict[SampleKey, Ended] | None = None) -> None:
-        """A heartbeat of every request."""
+        """Send a heartbeat to every request."""
         for queue in self.queues:
             mine = {key: count for key, count in tokens.items() if self.queue_of[key] is queue}
             over = {key: end for key, end in (ended or {}).items() if self.queue_of[key] is queue}
@@ -273,8 +274,8 @@ class FakeActor:
 
 
 class FakePool:
-    """The part of a Pool that a generation stage and a live fleet use. Actors sit down in the order of their names;
-    none starts, and one that is released is gone at once."""
+    """The part of a pool that a generation stage and a live fleet use. Actors occupy slots in the order of their names,
+    none starts by itself, and a released actor is gone at once."""
 
     function = FunctionName.GENERATION
     kind = declared()[FunctionName.GENERATION]
@@ -344,7 +345,7 @@ ENGINE = EngineLimits(LinearEngine(0.01, 0.0001, 0.0, 0.0, 0.0), kv_capacity_tok
 
 
 class FakeFleet:
-    """What a policy sees of a FakePool; what it wants of it is kept in lists."""
+    """A policy's view of a FakePool. Records the policy's starts and releases."""
 
     def __init__(self, pool: FakePool) -> None:
         self.pool = pool
@@ -393,13 +394,13 @@ class FakeFleet:
 
 
 def runner(pool: FakePool, policy: Policy | None = None) -> PolicyRunner:
-    """Steers by a policy, or by none."""
+    """Return a runner with this policy, or with an even split."""
     notes: list[Decision] = []
     return PolicyRunner(policy or EvenSplit(), FakeFleet(pool), notes.append, clock=lambda: 100.0)
 
 
 class Watcher:
-    """Work that hears of all replicas and has nothing to hand back."""
+    """Work that records the events of all replicas and has nothing to hand back."""
 
     over = False
 

@@ -1,6 +1,7 @@
-"""Our `Core` over vLLM's real scheduler, engine core and front end, with an executor that computes no model.
+"""Our `Core` with vLLM's real scheduler, engine core and frontend, and an executor that computes no model.
 
-Token and logprob are functions of prompt and position. vLLM is imported in this process: import this inside tests.
+Tokens and logprobs are functions of prompt and position. Import this module only inside tests, because it imports vLLM
+into the process.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ANSWERS: dict[str, Any] = {
 
 
 def token_at(prompt: tuple[int, ...], place: int) -> int:
-    """Above 2, so it ends nothing."""
+    """Return a token above 2, so that it never ends a sequence."""
     return 3 + (7 * sum(prompt) + 13 * place) % 90
 
 
@@ -49,8 +50,8 @@ def logprob_at(prompt: tuple[int, ...], place: int) -> float:
 
 
 class FakeExecutor(Executor):
-    """Generates a token of each request whose whole prefix is computed; with `widths`, as many as verified drafts may
-    give."""
+    """Generates a token for each request whose prefix is fully computed. `widths` sets the number of tokens per pass,
+    as with verified drafts."""
 
     widths = (1,)
 
@@ -94,7 +95,7 @@ class FakeExecutor(Executor):
             whole = before + scheduled.num_scheduled_tokens[name] >= len(prompt) + place
             places = range(place, place + self.widths[place % len(self.widths)] * whole)
             tokens.append([token_at(prompt, each) for each in places])
-            # A row that generates nothing has logprobs all the same, as in vLLM.
+            # A row that generates nothing has logprobs nevertheless, as in vLLM.
             logprobs += [logprob_at(prompt, each) for each in places] or [0.0]
             starts.append(len(logprobs))
             self._generated[name] += len(places)
@@ -122,7 +123,7 @@ def _done(value: Any, non_block: bool) -> Any:
 def fake_core(
     model: Path, *, asynchronous: bool = False, own: bool = True, several: bool = False, sequences: int = 256
 ) -> Iterator[Core]:
-    """`own`: with our scheduler, else with vLLM's. `several`: passes give a request several tokens."""
+    """Start a core. `own`: use our scheduler instead of vLLM's. `several`: passes yield several tokens per request."""
     settings = EngineSettings(
         str(model), str(model), "float32", 256, 0, False, "cpu", StoreAddress("file", str(model.parent / "store")),
         EngineSpec(max_sequences=sequences, kv_cache_gib=0.5), TimeoutsSpec(),
@@ -150,8 +151,11 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 def encoded(
     core: Core, messages: list[tuple[int, int]], encoding: Wrapper = lambda it: it, decoding: Wrapper = lambda it: it
 ) -> Iterator[None]:
-    """Within the block what the core says is encoded and decoded, as between processes. `messages` gets the outputs and
-    the bytes of each iteration; `encoding` and `decoding` may wrap the two functions, to time them."""
+    """Encode and decode the core's outputs within the block, as between processes.
+
+    `messages` receives the number of outputs and bytes of each iteration. `encoding` and `decoding` may wrap the two
+    functions, to time them.
+    """
     client: Any = core._engine.engine_core
     encode, decode = encoding(MsgpackEncoder().encode), decoding(MsgpackDecoder(EngineCoreOutputs).decode)
     direct = client.get_output

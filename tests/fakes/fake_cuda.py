@@ -1,4 +1,4 @@
-"""A "cuda" device that torch takes for one: tensors without data may be on it, and nothing may be computed."""
+"""A fake "cuda" device for torch: it can hold tensors without data, and computes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhfless.functions import loading, policy
 
 
 class _NoStream:
-    """Of streams and events: their order does not matter where nothing is computed."""
+    """A fake of streams and events, whose order does not matter because nothing is computed."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -28,8 +28,10 @@ class _NoStream:
 
 @contextlib.contextmanager
 def pretended_cuda(monkeypatch: pytest.MonkeyPatch, ranks: int) -> Iterator[DeviceMesh]:
-    """Within the block this is rank 0 of so many on GPUs: their mesh. Tensors have no data, so what looks at data while
-    a model is loaded is left out."""
+    """Act as rank 0 of `ranks` GPUs within the block, and yield their mesh.
+
+    Tensors have no data, so checks that read data while a model is loaded are skipped.
+    """
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     for name in ("Stream", "Event", "current_stream"):

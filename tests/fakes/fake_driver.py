@@ -1,6 +1,6 @@
-"""A driver without Ray and models: real outbox and link; its steps only count.
+"""A driver without Ray and models: real outbox and client, but its steps only count.
 
-python -m stand_in_driver RUN_FOLDER
+python -m fakes.fake_driver RUN_FOLDER
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhfless.control.drivers import read_order
 
 STEP_S = 0.03
 PROGRESS_FILE = "progress.json"
-"""The step that is done: what a checkpoint and the journal are to a real run."""
+"""File with the last completed step, in place of a real run's checkpoint and journal."""
 
 
 def main(folder: Path) -> None:

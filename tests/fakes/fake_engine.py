@@ -1,10 +1,10 @@
-"""The real message loop around a fake engine: fast, and able to hang or die when asked to."""
+"""The real message loop around a fake engine that is fast and can hang or die on request."""
 
 # ruff: noqa: E402
 import os
 import time
 
-# Before the imports, which may take as long as a start that is given up gets.
+# Printed before the imports, which may take as long as the deadline of an abandoned start.
 print("INFO 11-25 00:00:00 [utils.py:1] Free memory on device (79/79 GiB)", flush=True)
 
 from rlhfless.functions.generation.engine import LoadReport, Sampled, SampleRequest
@@ -13,7 +13,7 @@ from rlhfless.records import FinishReason, PublishedWeights
 
 
 class FakeCore:
-    """Draws the tokens 0, 1, 2, ... for every request, one per step."""
+    """Generates the tokens 0, 1, 2, ... for every request, one per step."""
 
     kv_capacity_tokens = 4096
     block_tokens = 16

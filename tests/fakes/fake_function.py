@@ -1,4 +1,4 @@
-"""A function that costs nothing and says where it is: for tests of the fleet on a real Ray."""
+"""A trivial function that reports where it runs, for tests of the fleet on a real Ray."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class StandInSettings:
 
 
 class StandIn(Function):
-    """Says where it is."""
+    """Reports where it runs."""
 
     def __init__(self, settings: StandInSettings) -> None:
         super().__init__(settings)
         settings.binding.bind()
 
     async def where(self, call: Call) -> Reply[tuple[str, str]]:
-        """The address of its node, and its mask of GPUs."""
+        """Return the address of its node, and its mask of GPUs."""
         self.admit(call)
         return self.reply((ray.util.get_node_ip_address(), os.environ["CUDA_VISIBLE_DEVICES"]), time.time())
 
 
 class NoRecords:
-    """Holdings and invocations that are of no interest."""
+    """Discards holdings and invocations."""
 
     def add_holding(self, holding: Holding) -> None: ...
 
@@ -58,7 +58,7 @@ class NoRecords:
 
 @dataclass
 class StandInRun:
-    """A run whose actors and scoring are stand-ins."""
+    """A run with fake actors and fake scoring."""
 
     call: Call
     cluster: Cluster
@@ -66,15 +66,15 @@ class StandInRun:
     actors: ReplicaPool
     scoring: ReplicaPool
     shown: list[tuple[float, str]] = field(default_factory=list)
-    """What the user was told while devices were waited for, and when (monotonic)."""
+    """Messages shown to the user while the run waited for devices, with their monotonic times."""
 
     async def where(self, replica: Replica) -> tuple[str, list[str]]:
-        """Address of a replica's node, and its GPUs there."""
+        """Return the address of a replica's node, and its GPUs there."""
         address, mask = await replica.call("where", self.call, timeout_s=20, waiting_for="its place")
         return address, mask.split(",") if mask else []
 
     async def add(self, pool: ReplicaPool, slot: int) -> tuple[str, list[str]]:
-        """Start a replica; returns where it is."""
+        """Start a replica, and return where it runs."""
         return await self.where(await pool.add(self.call, slot))
 
 
@@ -82,7 +82,7 @@ class StandInRun:
 async def stand_in_run(
     run_id: str, spec: PlacementSpec, *, actors: int, per_actor: int = 1, devices_s: float = 60.0, attempt: int = 1
 ) -> AsyncIterator[StandInRun]:
-    """A run on the Ray that this process has joined. At the end its devices are free again."""
+    """Start a run on the Ray that this process has joined. At the end its devices are free again."""
     call, cluster = Call(run_id, attempt, 0), Cluster()
     cluster._kinds = ("h100",)
     timeouts = TimeoutsSpec(start_s=60, drain_s=2, devices_s=devices_s)

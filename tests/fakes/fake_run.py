@@ -1,4 +1,4 @@
-"""The real step loop with stand-ins for the functions, one prompt a step; and a generation stage over the fake pool."""
+"""The real step loop with fake functions, one prompt per step, and a generation stage over the fake pool."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
 
 OLD_LOGPROB = -1.5
-"""What the learner evaluates for each token."""
+"""The old logprob that the learner evaluates for each token."""
 
 
 def weights_of(step: int) -> PublishedWeights:
@@ -49,14 +49,14 @@ def weights_of(step: int) -> PublishedWeights:
 
 
 class Function:
-    """A pool of one stand-in, which says what it did; with `gated` the learner learns when the test lets it."""
+    """A pool of one fake replica that records its calls. With `gated`, the learner's calls wait for the test."""
 
     def __init__(self, function: FunctionName, ledger: Any, calls: list[tuple[str, str, int]], gated: bool = False):
         self.function, self.kind, self.allocations = function, declared()[function], ()
         self.asked: list[tuple[str, int]] = []
         self.learned: list[PackedBatch] = []
         self.computed = 0
-        """Calls that have asked for a column: each gets another value."""
+        """Number of compute calls so far; each returns another value."""
         self.gate = asyncio.Event()
         self.dies: Exception | None = None
         """Raised by all calls."""
@@ -109,7 +109,7 @@ def scored(groups: Sequence[Group]) -> list[list[Score]]:
 
 
 class Weights:
-    """Says which weights the actors were brought to."""
+    """Records the weights that the actors were synced to."""
 
     def __init__(self) -> None:
         self.synced: list[tuple[int, int]] = []
@@ -121,12 +121,12 @@ class Weights:
 
 
 class Scene:
-    """A run of one prompt a step."""
+    """A run with one prompt per step."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.folder = folder
         self.calls: list[tuple[str, str, int]] = []
-        """(function, method, step) of all calls, in their order."""
+        """(function, method, step) of all calls, in order."""
         self.ledger, self.weights, self.actors = ledger_in(folder / "trace"), Weights(), FakePool("a")
         self.journal = Journal(folder / "journal.sqlite")
         self.journal.begin_attempt()
@@ -174,7 +174,7 @@ class Scene:
         )
 
     async def rolled_out(self, step: int) -> Any:
-        """(context, experience) of a step whose samples end at once."""
+        """Return (context, experience) of a step whose samples end at once."""
         context = self.run.begin(step)
         drawing = asyncio.create_task(rollout(self.run, context))
         await until(lambda: bool(self.actors["a"].running))

@@ -1,4 +1,4 @@
-"""The real API, database and supervisor; Ray and the drivers are stand-ins."""
+"""The real API, database and supervisor, with fake Ray and drivers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SAMPLE: dict[str, Any] = {
     "prompt_id": "p", "sample_index": 0, "prompt": "1+1", "response": "2", "finish_reason": "stop",
     "response_tokens": 1, "weights": "v3", "rewards": {}, "reward": 1.0, "failures": {},
 }  # fmt: skip
-"""As a driver tells it."""
+"""A sample as a driver reports it."""
 
 
 def there_is_ray(folder: Path, cores: int = 2, at: float | None = None) -> None:
-    """Write what a Ray host would write. Far in the future: it is not renewed."""
+    """Write a Ray host's report, dated far in the future because it is not renewed."""
     folder.mkdir(parents=True, exist_ok=True)
     devices = {"cpu-core": cores}
     now = {"address": "127.0.0.1:1", "pid": os.getpid(), "at": at or time.time() + 1e6, "nodes": 1}
@@ -76,7 +76,7 @@ class NoDrivers(Drivers):
 
 @contextmanager
 def served(settings: ServiceSettings, drivers: Drivers) -> Iterator[tuple[httpx.Client, Service]]:
-    """The application, served on a free port by a thread; a client of it, and its service."""
+    """Serve the application on a free port in a thread; yield a client of it and its service."""
     ready, holder = threading.Event(), {}
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as in rlhfless.control.serve
@@ -104,7 +104,7 @@ def served(settings: ServiceSettings, drivers: Drivers) -> Iterator[tuple[httpx.
 
 
 class Pushes:
-    """Delivers as a driver does."""
+    """Delivers items as a driver does."""
 
     def __init__(self, client: httpx.Client, order: DriverOrder) -> None:
         self._client = client
@@ -123,7 +123,7 @@ class Pushes:
         return self.again(numbered, lease=lease, reason=reason)
 
     def again(self, items: list[dict[str, Any]], lease: dict[str, Any] | None = None, reason: str = "") -> Any:
-        """Items that have their numbers."""
+        """Deliver items that already have numbers."""
         body = {"attempt": self.order.attempt, "items": items, "now": {"reason": reason, "lease": lease}}
         return self._client.post(
             f"/internal/runs/{self.order.run_id}/deliveries",
@@ -133,7 +133,7 @@ class Pushes:
 
 
 def until(condition: Any, timeout_s: float = 120.0) -> Any:
-    """What `condition` returns, when that is true."""
+    """Return the result of `condition` once it is true."""
     end = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < end, "waited in vain"
@@ -142,7 +142,7 @@ def until(condition: Any, timeout_s: float = 120.0) -> Any:
 
 
 def begun_run(client: httpx.Client, drivers: NoDrivers) -> tuple[str, Pushes]:
-    """The id of a new run whose driver has started, and a driver's deliveries for it."""
+    """Return the id of a new run whose driver has started, and a Pushes for it."""
     run = client.post("/v1/runs", json=RUN).json()["id"]
     until(lambda: drivers.orders)
     return run, Pushes(client, drivers.orders[-1])

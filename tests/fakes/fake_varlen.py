@@ -1,7 +1,7 @@
 """torch's FlashAttention over sequences of different lengths, computed on a CPU by its definition.
 
-Importing this module registers it with torch's own operators, which have kernels for GPUs alone: everything above them,
-torch's public `varlen_attn` included, then runs on a CPU as it does on a GPU.
+Importing this module registers it with torch's own operators, which have kernels only for GPUs. Everything above them,
+including torch's public `varlen_attn`, then runs on a CPU as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _sequences(
     query: torch.Tensor, key: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
     max_q: int, max_k: int, is_causal: bool, scale: float | None,
 ) -> Iterator[Split]:  # fmt: skip
-    """(queries, keys, scores [heads, queries, keys]) of each sequence. Refuses what the kernels do."""
+    """Yield (queries, keys, scores [heads, queries, keys]) of each sequence. Rejects inputs that the kernels reject."""
     for starts, tensor, longest in ((cu_seq_q, query, max_q), (cu_seq_k, key, max_k)):
         assert starts.dtype == torch.int32, "as the kernel wants it"
         assert starts[0] == 0
@@ -48,7 +48,7 @@ def forward(
     max_q: int, max_k: int, is_causal: bool = False, scale: float | None = None, window_size: Any = None,
     enable_gqa: bool = False, seqused_k: Any = None, block_table: Any = None, num_splits: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> (output [queries, heads, head], log-sum-exp [heads, queries], random state)."""
+    """Return (output [queries, heads, head], log-sum-exp [heads, queries], random state)."""
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert list(window_size) == ([-1, 0] if is_causal else [-1, -1])
     output = torch.full_like(query, torch.nan)
@@ -69,7 +69,7 @@ def backward(
     lse: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor, max_q: int, max_k: int, is_causal: bool,
     rng_state: torch.Tensor, scale: float | None = None, window_size: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of query, key and value, of the probabilities exp(scores - lse), as FlashAttention has them."""
+    """Return the gradients of query, key and value for the probabilities exp(scores - lse), as FlashAttention does."""
     assert list(window_size) == ([-1, 0] if is_causal else [-1, -1])
     assert lse.shape == query.shape[1::-1]
     dtype, groups = query.dtype, query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""Chat templates of the field, each with a small tokenizer and with what the assistant says by it, written by hand."""
+"""Widely used chat templates, each with a small tokenizer and a hand-written form of the assistant's turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _CORPUS = [
 
 @dataclass(frozen=True)
 class FieldTemplate:
-    """`last` and `earlier`: what the policy says in its last turn and in one before, around the content."""
+    """A chat template. `last` and `earlier`: the policy's text around the content in its last turn and in earlier
+    turns."""
 
     name: str
     last: str
@@ -30,10 +31,10 @@ class FieldTemplate:
     further_ends: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
     pieces: bool = False
-    """Its tokenizer writes spaces into tokens, as SentencePiece's do."""
+    """Whether its tokenizer writes spaces into tokens, as SentencePiece does."""
     system: bool = True
     begins: bool = False
-    """Its tokenizer begins each text with bos."""
+    """Whether its tokenizer starts each text with bos."""
 
     @property
     def source(self) -> str:

@@ -1,4 +1,4 @@
-"""A database as a service leaves it after some days: one run in full, others in every status, or a crowd of them."""
+"""A database as a service leaves it after some days: one run in full, others in every status, or many ended runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ USD_PER_HOUR = 3.5
 ACTORS, LEARNERS = 5, 2
 RUN_ID = "math-grpo-20261123-071502-5f1c09ab"
 EARLIER_ID = "math-grpo-20261122-090011-aa10be71"
-"""A run that has succeeded, with curves of its own."""
+"""A run that has succeeded, with its own curves."""
 
 PPO_ID = "chat-ppo-20261119-201500-3b1d77e0"
 """A run with a critic."""
@@ -76,7 +76,7 @@ SAMPLES: tuple[tuple[str, str, str, dict[str, float]], ...] = (
         {"format": 0.0},
     ),
 )
-"""Question, answer of the data set, response, and rewards by part; without `math`, that reward has failed."""
+"""Question, answer of the data set, response, and rewards by part. Without `math`, that reward has failed."""
 
 HELD_OUT = (
     (CHAIRS, "#### 395", "<think>18 * 24 = 432, less 37.</think>\n\n\\boxed{395}", {"math": 1.0, "format": 1.0}),
@@ -88,7 +88,7 @@ HELD_OUT = (
 def measured(
     steps: int, of: int, start_s: float, step_s: float = 41.0, seed: int = 7
 ) -> list[tuple[int, float, dict[str, float]]]:
-    """Metrics of the first steps of a run, with an evaluation after each twentieth."""
+    """Return metrics of the first steps of a run, with an evaluation after each twentieth step."""
     random = np.random.default_rng(seed)
     found, at, cost = [], start_s, 0.0
     for step in range(1, steps + 1):
@@ -153,7 +153,7 @@ def measured(
 
 
 def spec_of(name: str, steps: int) -> dict[str, Any]:
-    """The spec of a run, with every default."""
+    """Return the spec of a run, with every default."""
     spec = RunSpec.model_validate(
         {
             "name": name,
@@ -173,7 +173,7 @@ OLD = {
     "prompt_id": "old", "sample_index": 0, "prompt": "1+1", "response": "", "finish_reason": "stop", "weights": "v3",
     "response_tokens": 0, "rewards": {"math": None}, "reward": None, "failures": {},
 }  # fmt: skip
-"""A sample as an earlier driver told it."""
+"""A sample as an earlier version's driver reported it."""
 
 HOSTILE = OLD | {
     "prompt_id": "<b>x</b>",
@@ -186,11 +186,11 @@ HOSTILE = OLD | {
     "failures": {"<u>": "<script>alert(1)</script>"},
     "reward": -1e9,
 }
-"""Texts that would be read as HTML or as patterns by a page that is careless."""
+"""Texts that a careless page would interpret as HTML or as patterns."""
 
 
 def run_row(folder: Path, run_id: str, status: Status, reason: str, **values: Any) -> RunRow:
-    """A run, with what its status asks for."""
+    """Return a run with the fields that its status requires."""
     name = run_id.rsplit("-", 3)[0]
     now = time.time()
     created = values.pop("created_at", now - 3600)
@@ -230,7 +230,7 @@ def run_row(folder: Path, run_id: str, status: Status, reason: str, **values: An
 
 
 def fill_run(session: Session, folder: Path, steps: int = 231, of: int = 400, run_id: str = RUN_ID) -> str:
-    """One run at work, with everything that a run leaves; returns its id."""
+    """Add one running run with all of its data, and return its id."""
     now = time.time()
     start = now - 44.5 * min(steps, 2000)
     rows = measured(steps, of, start, step_s=41.0 if steps < 2000 else 7.0)
@@ -275,7 +275,7 @@ def fill_run(session: Session, folder: Path, steps: int = 231, of: int = 400, ru
 
 
 def metrics_row(run_id: str, step: int, at: float, values: dict[str, float]) -> dict[str, Any]:
-    """A row of a step, or of the evaluation after it if the step is negative."""
+    """Return a row of a step, or of the evaluation after it if the step is negative."""
     return {
         "run_id": run_id,
         "step": abs(step),
@@ -286,7 +286,7 @@ def metrics_row(run_id: str, step: int, at: float, values: dict[str, float]) -> 
 
 
 def checkpoints(folder: Path, run_id: str, rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """The three newest, of which the middle one is the best."""
+    """Return the three newest checkpoints; the middle one is the best."""
     kept = [row for row in rows if row[0] % 20 == 0][-3:]
     return [
         {
@@ -302,7 +302,7 @@ def checkpoints(folder: Path, run_id: str, rows: Sequence[Any]) -> list[dict[str
 
 
 def static_fleet(steps: int, cost_usd: float, wall_s: float) -> dict[str, Any]:
-    """What the simulator would say."""
+    """Return the simulator's answer."""
     return {
         "actors": 6,
         "cost_usd": 1.31 * cost_usd,
@@ -313,7 +313,7 @@ def static_fleet(steps: int, cost_usd: float, wall_s: float) -> dict[str, Any]:
 
 
 def planned(of: int, last: dict[str, float]) -> dict[str, Any]:
-    """What was predicted."""
+    """Return the prediction."""
     step_s, step_usd = 0.96 * last["step_s"], last["step_s"] / 3600 * USD_PER_HOUR * (ACTORS + LEARNERS) * 0.7
     return {
         "steps": of,
@@ -328,7 +328,7 @@ def planned(of: int, last: dict[str, float]) -> dict[str, Any]:
 
 
 def add_events(session: Session, run: RunRow, rows: Sequence[Any]) -> None:
-    """Its life so far."""
+    """Add the run's events so far."""
     began = run.created_at
     told: list[tuple[float, str, str, str, dict[str, Any]]] = [
         (began, "info", "status", "waiting for its turn", {"status": "queued", "before": None}),
@@ -364,7 +364,7 @@ def add_events(session: Session, run: RunRow, rows: Sequence[Any]) -> None:
 
 
 def add_usage(session: Session, run: RunRow) -> None:
-    """Of its functions; together what the run has cost."""
+    """Add the usage of its functions, which adds up to the run's cost."""
     shares = {
         "generation": (0.66, 0.91, 0.06, 14, 1386),
         "learner": (0.24, 0.72, 0.27, 1, 693),
@@ -389,7 +389,7 @@ def add_usage(session: Session, run: RunRow) -> None:
 def sample(
     question: str, answer: str, response: str, rewards: dict[str, float], place: int, step: int = 230
 ) -> dict[str, Any]:
-    """A sample to read."""
+    """Return a sample to read."""
     failed = {} if "math" in rewards else {"math": "the answer was not compared within cpu_s (5 s)"}
     ends = bool(rewards["format"])
     return {
@@ -413,7 +413,7 @@ def sample(
 
 
 def lease(run_id: str, count: int, now: float, granted: bool = True, kind: str = KIND) -> LeaseRow:
-    """Devices that a run has, or waits for."""
+    """Return a lease of devices that a run holds or waits for."""
     return LeaseRow(
         run_id=run_id,
         kind=kind,
@@ -427,7 +427,7 @@ def lease(run_id: str, count: int, now: float, granted: bool = True, kind: str =
 
 
 def write_folder(folder: Path, run_id: str, now: float, critic: bool = False) -> None:
-    """Logs, and the trace of the last steps."""
+    """Write logs, and the trace of the last steps."""
     folder.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
     lines = [
@@ -451,7 +451,8 @@ _ADD: dict[type, Callable[[TraceWriter, Any], None]] = {
 
 
 def records(now: float, steps: int = 8, critic: bool = False) -> list[Holding | Invocation | StepRecord]:
-    """Holdings and calls of the last steps: actors with unequal ends, a learner after them, a late third actor."""
+    """Return holdings and calls of the last steps: actors with unequal ends, then a learner; the last actor starts
+    late."""
     random = np.random.default_rng(3)
     found: list[Holding | Invocation | StepRecord] = []
     begin = now - 43.0 * steps
@@ -497,7 +498,7 @@ def records(now: float, steps: int = 8, critic: bool = False) -> list[Holding | 
 
 
 def replicas(now: float) -> list[ReplicaNow]:
-    """What the driver of the run says of its replicas."""
+    """Return the replicas as the run's driver reports them."""
     parts = [("generation", n, [f"{KIND}-{n}"], "serving") for n in range(ACTORS - 1)]
     parts += [
         ("generation", ACTORS - 1, [f"{KIND}-{ACTORS - 1}"], "starting"),
@@ -521,7 +522,7 @@ def replicas(now: float) -> list[ReplicaNow]:
 
 
 def fill_others(session: Session, folder: Path) -> None:
-    """A run in each other status."""
+    """Add a run in each other status."""
     now = time.time()
     failure = {
         "code": "invalid",
@@ -556,7 +557,7 @@ def fill_others(session: Session, folder: Path) -> None:
 
 
 def fill_ppo(session: Session, folder: Path, steps: int = 60) -> None:
-    """A run with a critic, which has succeeded."""
+    """Add a succeeded run with a critic."""
     now = time.time()
     rows = []
     for step, at, values in measured(steps, steps, now - 300_000, seed=9):
@@ -583,7 +584,7 @@ def fill_ppo(session: Session, folder: Path, steps: int = 60) -> None:
 
 
 def fill_crowd(session: Session, folder: Path, count: int) -> None:
-    """Many runs that have ended."""
+    """Add many ended runs."""
     random = np.random.default_rng(1)
     now = time.time()
     names = ("math-grpo", "code-ppo", "safety-rm", "lr-sweep", "demo")
@@ -608,14 +609,14 @@ def fill_crowd(session: Session, folder: Path, count: int) -> None:
 
 
 def write_ray(folder: Path) -> None:
-    """As if a Ray with 8 GPUs and 16 cores were there, for as long as the tests take."""
+    """Report a Ray with 8 GPUs and 16 cores for the duration of the tests."""
     devices = {KIND: 8, "cpu-core": 16}
     content = {"address": "127.0.0.1:6379", "pid": os.getpid(), "at": time.time() + 1e6, "nodes": 1}
     (folder / RAY_FILE).write_text(json.dumps(content | {"devices": devices, "free": devices}), "utf-8")
 
 
 def fill(settings: ServiceSettings, *changes: Callable[[Session, Path], Any]) -> None:
-    """Make the database of a service that does not run yet, and what Ray says."""
+    """Create the database of a service that is not running yet, and Ray's report."""
     database = open_database(settings)
     try:
         with Session(database.engine) as session, session.begin():

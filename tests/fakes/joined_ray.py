@@ -17,8 +17,8 @@ import pytest
 
 @contextlib.contextmanager
 def started(**settings: str) -> Iterator[str]:
-    """Ray's address; `settings` are variables of its environment."""
-    # The token in the user's home is replaced whenever another private Ray starts.
+    """Start Ray, and yield its address. `settings`: its environment variables."""
+    # Any other private Ray that starts replaces the token in the user's home.
     settings |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     with pytest.MonkeyPatch.context() as environment:
         for name, value in settings.items():
@@ -32,12 +32,12 @@ def _head() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Away from the folder of a private Ray that other tests may have running. Ray's sockets need a short path.
+    # Separate from the folder of a private Ray that other tests may be running. Ray's sockets need a short path.
     folder = f"/tmp/rlhfless-ray-{port}"
     ray = str(Path(sys.executable).with_name("ray"))
     command = [ray, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}"]
     try:
-        # More devices than cores: an actor on a device without a core of its own is simply not pinned.
+        # More devices than cores: an actor on a device without its own core is simply not pinned.
         subprocess.run(
             [*command, "--include-dashboard=false", "--num-cpus=3", f"--temp-dir={folder}"],
             check=True,
@@ -54,8 +54,10 @@ def _head() -> Iterator[str]:
 
 @contextlib.contextmanager
 def believed_gpu(address: str, kind: str, folder: Path) -> Iterator[None]:
-    """A second node of that Ray, with a GPU that only Ray believes in: what is put there computes on the CPU.
-    `folder`: for the module that lets it."""
+    """Add a node with a GPU that only Ray believes in: replicas there compute on the CPU.
+
+    `folder`: for the module that disables the check for CUDA.
+    """
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import rlhfless.functions.cuda as cuda\ncuda.require_cuda = lambda: None\n"
@@ -70,7 +72,7 @@ def believed_gpu(address: str, kind: str, folder: Path) -> Iterator[None]:
 
 
 def replicas(run_id: str) -> dict[str, psutil.Process]:
-    """The run's replica processes, by name."""
+    """Return the run's replica processes, by name."""
     names = {process: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
     found = {name.split(":")[3]: process for process, name in names.items() if name.startswith("ray::ServeReplica:")}
     return {name.split(".")[0]: process for name, process in found.items() if name.startswith(run_id)}

@@ -19,7 +19,7 @@ from rlhfless.spec import RunSpec
 
 
 class Fleet:
-    """A live fleet of two allocations for actors, with scoring and a learner on half of a core each."""
+    """A live fleet of two allocations for actors, with scoring and a learner on half a core each."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Fleet:
         hold: Bounds | None = None,
         actors: Any = None,
     ) -> None:
-        """`actors` is their pool, if given."""
+        """`actors`: their pool, if given."""
         self.spec = RunSpec.model_validate(
             {
                 "model": {"path": "m"},

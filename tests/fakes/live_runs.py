@@ -1,4 +1,4 @@
-"""What runs with the real engine are asked, and what they leave."""
+"""Specs and checks of runs with the real engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlhfless.telemetry.sinks import MetricSinks
 
 
 def spec_values(assets: Path, **changes: Any) -> dict[str, Any]:
-    """A spec for the random policy; `changes` replace whole sections."""
+    """Return the values of a spec for the random policy. `changes` replace whole sections."""
     values: dict[str, Any] = {
         "name": "test",
         "model": {"path": str(assets / "model")},
@@ -51,11 +51,11 @@ def spec_values(assets: Path, **changes: Any) -> dict[str, Any]:
 
 
 EXAMPLES = 40
-"""Problems before each prompt of `write_prompts`, of seven tokens."""
+"""Number of problems of seven tokens that precede each prompt of `write_prompts`."""
 
 
 def write_prompts(path: Path) -> None:
-    """Sixteen problems behind the same forty."""
+    """Write sixteen problems, all preceded by the same forty."""
     problems = draw_problems(TaskRecipe(), np.random.default_rng(1), EXAMPLES + 16, held_out=False)
     before = "".join(example.prompt for example in problems[:EXAMPLES])
     rows = [{"id": problem.id, "prompt": before + problem.prompt} for problem in problems[EXAMPLES:]]
@@ -63,21 +63,21 @@ def write_prompts(path: Path) -> None:
 
 
 async def train_step(run: RLRun, step: int) -> StepRecord:
-    """A whole step, as the schedule `sync` does it."""
+    """Run a whole step, as the schedule `sync` does."""
     context = run.begin(step)
     return await train(run, context, await rollout(run, context))
 
 
 @dataclasses.dataclass
 class Live:
-    """The shared run, and where its trace goes."""
+    """The shared run, and the folder of its trace."""
 
     run: RLRun
     folder: Path
 
 
 class PausesAfter(Host):
-    """Stops a run after a step."""
+    """Pauses a run after a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -90,19 +90,20 @@ FAULT_STEPS = 8
 
 
 def fault_values(assets: Path, actors: int, **changes: Any) -> dict[str, Any]:
-    """The spec of the runs that are broken; they all draw the same samples and learn the same."""
+    """Return the values of a spec for fault tests. All these runs generate the same samples and learn the same
+    weights."""
     values = spec_values(
         assets,
         algorithm={},
         weights={},
-        # Lengths differ, so every step moves the weights.
+        # Lengths differ, so every step changes the weights.
         rewards=[{"type": "length_penalty", "free_tokens": 0, "max_tokens": 400}],
         steps=FAULT_STEPS,
         prompts_per_step=4,
         optimizer={"learning_rate": 1e-3},
-        # The same bits of all weights on any number of cores.
+        # Makes all weights bit-identical on any number of cores.
         learner={"threads": 1},
-        # Which actors come and go is up to the test.
+        # The test decides which actors join and leave.
         scaling={"generation": {"min_actors": actors, "max_actors": actors}},
         checkpoint={"every_steps": 2},
         timeouts={"drain_s": 3},
@@ -112,26 +113,26 @@ def fault_values(assets: Path, actors: int, **changes: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Whole:
-    """A run of FAULT_STEPS steps with one actor, in which nothing happens."""
+    """A run of FAULT_STEPS steps with one actor and without faults."""
 
     trace: Trace
     digest: str
-    """Of its last weights."""
+    """Digest of its last weights."""
 
     def digest_after(self, step: int) -> str:
-        """Of the weights with which the step after it was drawn: for runs that end sooner."""
+        """Return the digest of the weights after `step`, for comparison with runs that end earlier."""
         rows = [row for row in self.trace.rollouts if row.step == step + 1]
         (label,) = {span.version for row in rows for span in row.version_spans}
         return WeightVersion.parse(label).digest
 
 
 def tokens_of(trace: Trace) -> dict[tuple[int, str, int], Any]:
-    """The tokens of each sample."""
+    """Return the tokens of each sample."""
     return {(row.step, row.prompt_id, row.sample_index): row.token_ids for row in trace.rollouts}
 
 
 def check_one_awake(trace: Trace) -> None:
-    """No two functions that hold a device's memory are awake at the same time."""
+    """Assert that no two functions that share a device's memory are awake at the same time."""
     states = (ReplicaState.STALE, ReplicaState.SERVING)
     awake = [row for row in trace.holdings if row.state in states and row.function != FunctionName.SCORING]
     for one in awake:
@@ -143,6 +144,6 @@ def check_one_awake(trace: Trace) -> None:
 def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Session:
     spec = RunSpec.model_validate(fault_values(assets, actors, **changes))
     console = Console("lines", "faults", spec.steps, stream=io.StringIO())
-    # Other processes of tests have runs in folders of the same name, and all runs of a machine share its memory.
+    # Other test processes have runs in folders of the same name, and all runs of a machine share its memory.
     run_id = f"{folder.name.replace('_', '-')}-{uuid4().hex[:6]}"
     return Session(spec, preflight(spec), run_id, folder, console, MetricSinks([]))

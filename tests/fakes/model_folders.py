@@ -1,4 +1,4 @@
-"""Small random models of several families, saved as people save them, and ways to break them."""
+"""Small random models of several families, saved in the usual ways, and ways to break them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def save(family: str, folder: Path, *, dtype: torch.dtype = torch.float32, shards: int = 1) -> Path:
-    """The model of a family; in several files where `shards` is above 1."""
+    """Save a model of a family, as several files if `shards` is above 1."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family]).to(dtype)
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -61,7 +61,7 @@ def save(family: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard
 
 
 def save_reward_model(folder: Path) -> Path:
-    """A Llama with a score."""
+    """Save a Llama with a scoring head."""
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE, num_labels=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
@@ -69,27 +69,26 @@ def save_reward_model(folder: Path) -> Path:
 
 
 def edit(folder: Path, change, file: str = SINGLE) -> None:
-    """Change the tensors of a file; `change` gets them by name."""
+    """Change the tensors of a file. `change` receives them by name."""
     tensors = load_file(folder / file)
     change(tensors)
     save_file(tensors, folder / file, metadata={"format": "pt"})
 
 
 def shards_of(folder: Path) -> list[str]:
-    """Names of the shards, in order."""
+    """Return the names of the shards, in order."""
     index = json.loads((folder / INDEX).read_text())
     return sorted(set(index["weight_map"].values()))
 
 
 def edit_json(folder: Path, file: str, change) -> None:
-    """Change a JSON file."""
     values = json.loads((folder / file).read_text())
     change(values)
     (folder / file).write_text(json.dumps(values))
 
 
 def save_reward_model_of(policy: Path, folder: Path) -> str:
-    """A reward model of the policy's sizes and tokenizer, with random weights."""
+    """Save a reward model with the policy's sizes and tokenizer and with random weights."""
     torch.manual_seed(1)
     tokenizer = AutoTokenizer.from_pretrained(policy)
     config = AutoConfig.from_pretrained(policy, num_labels=1, pad_token_id=tokenizer.pad_token_id)

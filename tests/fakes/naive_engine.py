@@ -1,4 +1,4 @@
-"""The oracle: continuous batching with one loop turn per iteration and sequence, as plainly as it can be written."""
+"""The oracle: continuous batching with one loop turn per iteration and sequence, written as plainly as possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhfless.sim.engine import EngineShape
 
 @dataclass(frozen=True)
 class LinearModel:
-    """A latency model with a figure per term."""
+    """A latency model with one constant per term."""
 
     fixed_s: float = 0.00531
     sequence_s: float = 0.000213
@@ -32,7 +32,7 @@ class Block:
     """One KV block of an engine."""
 
     key: tuple[object, int] | None = None
-    """What it holds: (a prompt or a prefix of several, number of the block in the sequence); None: nothing shared."""
+    """Its content: (a prompt or a shared prefix, number of the block in the sequence). None: not shared."""
     users: int = 0
 
 
@@ -43,12 +43,12 @@ class Sequence:
     prompt: int
     target: int
     prefixes: tuple[tuple[object, int], ...] = ()
-    """(name, tokens) of what its prompt shares with other prompts, the shortest first."""
+    """(name, tokens) of the prefixes that its prompt shares with other prompts, shortest first."""
     tokens: int = 0
     arrival_s: float = 0.0
     held: list[Block] = field(default_factory=list)
     admitted: int = 0
-    """Its number in the order of admission; a sequence that comes back gets a new one."""
+    """Its number in order of admission. A sequence that is admitted again gets a new number."""
     to_prefill: int = 0
     prefilled: int = 0
 
@@ -70,9 +70,9 @@ class NaiveEngine:
     evicted: int = 0
     cache: dict[tuple[object, int], Block] = field(default_factory=dict)
     known: set[tuple[object, int]] = field(default_factory=set)
-    """Blocks that could be found when the last of their users left them."""
+    """Blocks that were in the cache when their last user released them."""
     free_queue: deque[Block] = field(default_factory=deque)
-    """Free blocks, as vLLM keeps them: taken from the left, put back at the right."""
+    """Free blocks, as vLLM keeps them: taken from the left, returned on the right."""
 
     def __post_init__(self) -> None:
         self.free_queue.extend(Block() for _ in range(self.shape.kv_blocks))
@@ -82,7 +82,7 @@ class NaiveEngine:
         self.queue.append(sequence)
 
     def advance(self, until_s: float, one: bool = False) -> None:
-        """Whole iterations that end at or before `until_s`; with `one`, at most one."""
+        """Run whole iterations that end at or before `until_s`; with `one`, at most one."""
         while True:
             if not self.filling and not self.running and self.queue:
                 start_s = max(self.now_s, self.queue[0].arrival_s)
@@ -103,7 +103,7 @@ class NaiveEngine:
                 return
 
     def abort(self, samples: set[int], at_s: float) -> tuple[float, dict[int, int]]:
-        """As Engine.abort; returns the boundary, and the tokens of what was taken out."""
+        """Abort samples as Engine.abort does; return the boundary time, and the tokens of the removed samples."""
         self.advance(at_s)
         if self.now_s < at_s and (self.filling or self.running):
             self.advance(math.inf, one=True)
@@ -127,7 +127,7 @@ class NaiveEngine:
         return len(self.free_queue)
 
     def keys(self, sequence: Sequence) -> list[tuple[object, int]]:
-        """Of the whole blocks of its prompt; its last token is never found in a cache."""
+        """Return the keys of the whole blocks of its prompt. A prompt's last token is never found in a cache."""
         spans = [*sequence.prefixes, (sequence.group, sequence.prompt - 1)]
         found: list[tuple[object, int]] = []
         for name, tokens in spans:
@@ -142,7 +142,7 @@ class NaiveEngine:
         return block
 
     def hold(self, s: Sequence, count: int) -> int:
-        """The sequence gets `count` blocks; returns how many of them were in the cache."""
+        """Give the sequence `count` blocks, and return how many of them were in the cache."""
         keys = self.keys(s)
         found = next((i for i, key in enumerate(keys) if key not in self.cache), len(keys))
         for i, key in enumerate(keys):
@@ -163,7 +163,7 @@ class NaiveEngine:
         return found
 
     def release(self, s: Sequence) -> None:
-        """Its blocks are free, the last one first."""
+        """Free the sequence's blocks, the last block first."""
         computed = (s.prefilled if s.to_prefill else s.prompt + s.tokens - 1) // self.shape.block_tokens
         for number in reversed(range(len(s.held))):
             block = s.held[number]
@@ -177,7 +177,7 @@ class NaiveEngine:
         s.held = []
 
     def needs_block(self, s: Sequence) -> bool:
-        """Its next decode iteration writes behind the last block that it has."""
+        """Return whether its next decode iteration writes beyond its last block."""
         return self.shape.blocks(s.prompt + s.tokens) > len(s.held)
 
     def needed(self) -> int:
@@ -210,7 +210,7 @@ class NaiveEngine:
             self.filling.append(head)
 
     def composition(self) -> tuple[list[tuple[Sequence, int]], bool]:
-        """What the next iteration prefills, and whether it decodes."""
+        """Return the chunks that the next iteration prefills, and whether it decodes."""
         if self.shape.chunk_tokens is None:
             return [(s, s.to_prefill) for s in self.filling], not self.filling
         budget = self.shape.chunk_tokens - len(self.running)

@@ -1,4 +1,4 @@
-"""Slow and exact counterparts of the planner: a loop over iterations, dynamic programmes, and brute force."""
+"""Slow and exact counterparts of the planner: a loop over iterations, dynamic programs, and brute force."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfless.scaling.policies.cost_aware.plan import FleetOptions, Standby
 
 @dataclass(frozen=True)
 class Roofline:
-    """a(B) = base + max(memory, per_sequence B); the figures of an 8B model on an H100 unless given."""
+    """Engine with a(B) = base + max(memory, per_sequence B). Defaults: an 8B model on an H100."""
 
     base_s: float = 3e-4
     memory_s: float = 5.9e-3
@@ -31,7 +31,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Straight:
-    """a(B) = fixed + per_sequence B."""
+    """Engine with a(B) = fixed + per_sequence B."""
 
     fixed_s: float = 1.0
     per_sequence_s: float = 0.5
@@ -55,7 +55,7 @@ class Offer:
 
 
 def device(engine: EngineModel, *standby: Standby, between_usd: float = 0.0, **changes: float) -> Offer:
-    """Actors with ample memory that cost 1 USD a second, unless changed."""
+    """Return actors with ample memory that cost 1 USD per second, unless changed."""
     values = {"kv_capacity_tokens": 10**9, "max_sequences": 256, "usd_per_s": 1.0} | changes
     return Offer(ActorType("gpu", engine, **values), standby, between_usd)  # type: ignore[arg-type]
 
@@ -65,7 +65,8 @@ def fleet(offer: Offer, weight_sync_s: float = 0.0, max_actors: int = 1024) -> F
 
 
 def drained_s(engine: EngineModel, tokens: list[int], prompt: list[int], prompt_tokens: list[int]) -> float:
-    """One actor's time for samples that all fit: prefill of each prompt, then phases between ends, in turn."""
+    """Return one actor's time for samples that all fit: prefill of each prompt, then decoding between ends, in
+    sequence."""
     seconds = sum(engine.prefill_s(prompt_tokens[p]) for p in set(prompt))
     order = sorted(range(len(tokens)), key=tokens.__getitem__)
     done = 0
@@ -78,7 +79,8 @@ def drained_s(engine: EngineModel, tokens: list[int], prompt: list[int], prompt_
 
 
 def group_times(step: Responses, offer: Offer) -> np.ndarray:
-    """[samples + 1, samples + 1]: seconds of each group [i, j) of the step's list; infinite where i >= j."""
+    """Return the seconds of each group [i, j) of the step's list, `[samples + 1, samples + 1]`; infinite where i >=
+    j."""
     times, n = GroupTimes(offer.actor, step, step.list_order), step.tokens.size
     begin, end = np.triu_indices(n + 1, 1)
     table = np.full((n + 1, n + 1), np.inf)
@@ -87,7 +89,8 @@ def group_times(step: Responses, offer: Offer) -> np.ndarray:
 
 
 def least_usd(times_s: np.ndarray, ready_s: list[float], usd_per_s: float, limit_s: float) -> float:
-    """Exact least cost of contiguous groups on alike devices, one layer per actor, the soonest at the long end."""
+    """Return the exact least cost of contiguous groups on equal devices: one layer per actor, the earliest at the long
+    end."""
     least = np.full(times_s.shape[0], np.inf)
     least[-1] = 0.0
     for ready in sorted(ready_s):
@@ -97,7 +100,7 @@ def least_usd(times_s: np.ndarray, ready_s: list[float], usd_per_s: float, limit
 
 
 def least_time_s(times_s: np.ndarray, ready_s: list[float]) -> float:
-    """Exact least time of the last end, by a dynamic programme over actors."""
+    """Return the exact earliest finish time, by a dynamic program over actors."""
     least = np.full(times_s.shape[0], np.inf)
     least[-1] = 0.0
     for ready in sorted(ready_s):
@@ -106,7 +109,8 @@ def least_time_s(times_s: np.ndarray, ready_s: list[float]) -> float:
 
 
 def brute_force(times_s: np.ndarray, ready_s: list[float]) -> list[tuple[float, float]]:
-    """(time, device-seconds) of every way to cut the list and to give its parts to actors, later ones the shorter."""
+    """Return (time, device-seconds) of every way to cut the list and assign its parts to actors; later actors get
+    shorter parts."""
     n, found = times_s.shape[0] - 1, []
     for parts in range(1, min(n, len(ready_s)) + 1):
         for inner in itertools.combinations(range(1, n), parts - 1):

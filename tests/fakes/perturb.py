@@ -1,4 +1,4 @@
-"""A perturbed copy of a model, which the check `moved` loads once at an engine's start."""
+"""Perturbed copies of models. The check `moved` loads such a copy once at an engine's start."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping
 import torch
 
 RELATIVE_CHANGE = 0.3
-"""Root mean square of an element's change, relative to the element: large enough that even one stale layer moves
-logprobs by far more than bfloat16's tolerance, small enough that no activation overflows."""
+"""Root mean square of an element's change, relative to the element. Large enough that a single stale layer moves
+logprobs by far more than bfloat16's tolerance, and small enough that no activation overflows."""
 
 ZERO_TENSOR_VALUE = 0.01
-"""Takes the place, with a random sign, of the elements of a tensor of zeros, such as a new bias, which no factor
-moves."""
+"""Replaces the elements, with random signs, of all-zero tensors such as new biases, because no factor changes zeros."""
 
 
 def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """(name, value) -> the value, each element times a factor of its first and one of its last dimension. The factors
-    are 1 plus or minus a constant; the signs depend on `seed` and the name alone.
+    """Return a function (name, value) -> value that multiplies each element by a factor of its first and of its last
+    dimension.
 
-    Both dimensions: a norm that follows an embedding would undo a factor per row. Noise of each element on its own
-    would take minutes for a model of some billion parameters; signs are few, and the rest is one multiplication for
-    each of the two dimensions, on the value's own device. The result has the value's device, dtype and shape. Tensors
-    that are not floating point are returned as they are.
+    The factors are 1 plus or minus a constant; the signs depend only on `seed` and the name. Both dimensions are
+    needed, because a norm after an embedding would undo a factor per row. Independent noise per element would take
+    minutes for a model of several billion parameters; signs are few, and the rest is one multiplication per dimension,
+    on the value's device. The result has the value's device, dtype and shape. Tensors that are not floating point are
+    unchanged.
     """
 
     def perturb(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
             return value
         value = value.detach()
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        # Drawn on the CPU, so that the perturbation does not depend on the device.
+        # Sampled on the CPU, so that the perturbation does not depend on the device.
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
         signs = [
             (torch.randint(2, (length,), generator=generator) * 2 - 1).to(value.device, value.dtype)
@@ -41,7 +41,8 @@ def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
         if not value.any():
             sign = signs[0] if len(signs) == 1 else signs[0] * signs[1]
             return (ZERO_TENSOR_VALUE * sign).expand(value.shape).clone()
-        # Independent factors 1 + c and 1 - c of each of n dimensions: the mean square of the change is (1 + c^2)^n - 1.
+        # With independent factors 1 + c and 1 - c for each of n dimensions, the mean square of the change is (1 +
+        # c^2)^n - 1.
         change = ((1 + RELATIVE_CHANGE**2) ** (1 / len(signs)) - 1) ** 0.5
         moved: torch.Tensor = value * (1 + change * signs[0])
         for sign in signs[1:]:
@@ -52,6 +53,6 @@ def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 
 def perturbed(tensors: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """All of `tensors`, perturbed as by `perturbed_by`."""
+    """Return all `tensors`, perturbed by `perturbed_by`."""
     perturb = perturbed_by(seed)
     return {name: perturb(name, tensor) for name, tensor in tensors.items()}

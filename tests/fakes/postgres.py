@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the test's own."""
+"""A PostgreSQL server for a single test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER = "rlhfless"
 
 
 def binaries() -> Path | None:
-    """The folder of the server's programs; None if it is not installed."""
+    """Return the folder of the server's programs; None if it is not installed."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if found:
         return found[-1].parent
@@ -24,7 +24,7 @@ def binaries() -> Path | None:
 
 
 class Postgres:
-    """Made in a folder that the server's user can reach."""
+    """A server in a folder that the server's user can access."""
 
     def __init__(self, folder: Path) -> None:
         found = binaries()
@@ -65,7 +65,7 @@ class Postgres:
                 time.sleep(0.1)
 
     def stop(self) -> None:
-        """At once: connections break."""
+        """Stop the server at once, which breaks connections."""
         postmaster = int((self._data / "postmaster.pid").read_text().splitlines()[0])
         os.kill(postmaster, signal.SIGQUIT)
         assert self._process is not None

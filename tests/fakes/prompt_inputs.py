@@ -1,4 +1,4 @@
-"""A policy small enough to make in a test: one token per word, and weights that are never loaded."""
+"""A policy small enough to create in a test: one token per word, and weights that are never loaded."""
 
 import json
 
@@ -27,7 +27,7 @@ def chat_tokenizer():
 
 
 def save_policy(folder, tokenizer, context_tokens=CONTEXT_TOKENS):
-    """Write a folder as `save_pretrained` does: a Llama of one layer of zeros, with this tokenizer."""
+    """Write a folder as `save_pretrained` does: a Llama with one layer of zeros, and this tokenizer."""
     tokenizer.save_pretrained(folder)
     config = {
         "model_type": "llama",
@@ -55,13 +55,13 @@ def save_policy(folder, tokenizer, context_tokens=CONTEXT_TOKENS):
 
 @pytest.fixture
 def model_folder(tmp_path):
-    """A policy of WORDS."""
+    """Save a policy with the vocabulary WORDS."""
     return save_policy(tmp_path / "model", make_tokenizer())
 
 
 @pytest.fixture
 def edit_config(model_folder):
-    """Changes keys of the model's config.json."""
+    """Return a function that changes keys of the model's config.json."""
 
     def edit(**changes):
         path = model_folder / "config.json"
@@ -72,7 +72,7 @@ def edit_config(model_folder):
 
 @pytest.fixture
 def write_rows(tmp_path):
-    """Writes rows as JSONL; a text is written as the line it is."""
+    """Return a function that writes rows as JSONL. A string is written as a line unchanged."""
 
     def write(rows, name="train.jsonl"):
         path = tmp_path / name

@@ -1,4 +1,4 @@
-"""Ranks of a function in processes of their own."""
+"""Ranks of a function in separate processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rlhfless.spec import AdamWSpec
 
 OPTIMIZER = AdamWSpec(learning_rate=0.1, eps=1.0)
 PATIENCE_S = 240
-"""Longest wait of one process for another, on a machine that does other work, too."""
+"""Maximum wait of one process for another, even on a busy machine."""
 
 Work = Callable[..., Any]
 
 
 def compute_in_float64() -> None:
-    """All that is float32 in the product; logits in small chunks, and a group for each layer."""
+    """Use float64 wherever the product uses float32, small chunks of logits, and a group for each layer."""
     policy.TORCH_DTYPES["float32"] = torch.float64
     policy.CHECK_TOLERANCE[torch.float64] = 1e-9
     policy.EAGER_TOLERANCE[torch.float64] = 1e-3  # norms compute in float32
@@ -34,7 +34,7 @@ def compute_in_float64() -> None:
 
 
 def run_processes(target: Callable[..., None], folder: Path, ranks: int, *given: Any) -> list[Any]:
-    """The results of all ranks, by rank: of `target(rendezvous, rank, ranks, *given, queue)`."""
+    """Run `target(rendezvous, rank, ranks, *given, queue)` in one process per rank, and return the results by rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fakes.tiny_learner"])  # torch and transformers are imported once for all processes
     queue = context.Queue()
@@ -59,21 +59,21 @@ def run_processes(target: Callable[..., None], folder: Path, ranks: int, *given:
 def run_learner(
     work: Work, model: str, folder: Path, world_size: int, *, exact: bool = False, changes: Any = (), **options: Any
 ) -> list[Any]:
-    """`work(learner, rank, **options)` on all ranks of a learner."""
+    """Run `work(learner, rank, **options)` on all ranks of a learner."""
     return run_processes(_learn, folder, world_size, work, model, options, exact, dict(changes), make_rank)
 
 
 def run_critic(
     work: Work, model: str, folder: Path, world_size: int, *, changes: Any = (), **options: Any
 ) -> list[Any]:
-    """`work(critic, rank, **options)` on all ranks of a critic."""
+    """Run `work(critic, rank, **options)` on all ranks of a critic."""
     return run_processes(_learn, folder, world_size, work, model, options, False, dict(changes), make_critic)
 
 
 def run_supervised(
     work: Work, model: str, folder: Path, world_size: int, *, changes: Any = (), **options: Any
 ) -> list[Any]:
-    """`work(learner, rank, **options)` on all ranks of a learner of pairs."""
+    """Run `work(learner, rank, **options)` on all ranks of a learner of preference pairs."""
     return run_processes(_learn, folder, world_size, work, model, options, False, dict(changes), make_supervised)
 
 
@@ -89,14 +89,14 @@ def _learn(
     make: Callable[..., Any],
     queue,
 ) -> None:
-    """One rank: it works, and sends back what it has, or its error."""
+    """Run one rank, and send back its result or its error."""
     if exact:
         compute_in_float64()
     given = {"optimizer": OPTIMIZER, "micro_batch_tokens": 64, "timeout_s": PATIENCE_S} | dict(changes)
     learner = make(model, rendezvous, rank, world_size, **given)
     try:
         queue.put((rank, work(learner, rank, **options)))
-    except Exception as error:  # the test looks at it
+    except Exception as error:  # the test examines it
         queue.put((rank, error))
     finally:
         learner.close()

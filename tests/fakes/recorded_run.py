@@ -1,4 +1,4 @@
-"""Traces as the runtime would have written them: one with known latencies, and random runs with what holds for each."""
+"""Traces in the runtime's format: one with known latencies, and random runs with the invariants that hold for each."""
 
 from __future__ import annotations
 
@@ -68,14 +68,16 @@ def record(
     scaling: Mapping[str, Any] | None = None,
     prompt_tokens: float = 7.0,
 ) -> Path:
-    """Writes the trace of a run with actors on CPU cores, and returns its folder. `levels`: of shared prefixes;
-    `scaling`: as in the spec, by default static actors."""
+    """Write the trace of a run with actors on CPU cores, and return its folder.
+
+    `levels`: of shared prefixes. `scaling`: as in the spec; by default static actors.
+    """
     shape = LognormalLengths(median_tokens, 0.7, 0.5)
     workload = SyntheticWorkload(shape, 64, prompts, 4, prompt_tokens, 112, 0.0, seed=actors)
     batches = list(workload.batches(steps))
     setup, policy = _setup(actors), make_policy("static")
     meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(scaling), {})
-    if scaling is not None:  # a live run's first step begins when its replicas are up
+    if scaling is not None:  # a live run's first step starts when its replicas are serving
         setup = replace(setup, warm=True, fewest_actors=scaling["generation"]["min_actors"])
         policy = run_policy(Trace(meta, steps=(StepRecord(0, 0.0, 1.0, {}),) * steps))[1]
     if levels:
@@ -147,7 +149,7 @@ def _spec(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _told(call: Invocation, batches: Sequence[RolloutBatch]) -> Invocation:
-    """With the tokens and sequences that the runtime writes down."""
+    """Return the call with the tokens and sequences that the runtime records."""
     batch = next((batch for batch in batches if batch.step == call.step), None)
     if batch is None or call.work in (Work.LOAD_WEIGHTS, Work.PUBLISH, Work.PRECOMPUTE):
         return call
@@ -159,14 +161,14 @@ def _told(call: Invocation, batches: Sequence[RolloutBatch]) -> Invocation:
 
 
 def _later(record: Any) -> Any:
-    """At a time of this century."""
+    """Return the record with its times shifted to this century."""
     assert isinstance(record, Holding | Invocation)
     return replace(record, start_s=EPOCH_S + record.start_s, end_s=EPOCH_S + record.end_s)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A fleet, what it draws, and a policy's seed."""
+    """A fleet, its batches, and a policy's seed."""
 
     setup: Setup
     batches: list[RolloutBatch]
@@ -177,7 +179,7 @@ class Run:
 
 
 def check_books(run: Run, policy: Policy) -> None:
-    """Plays a run: every sample is drawn once, and the bill is what was held."""
+    """Simulate a run, and assert that every sample is generated once and that the bill matches the holdings."""
     simulation, drawn = play(run.setup, run.batches, policy)
     trace = simulation.close()
     for batch, generation in zip(run.batches, drawn, strict=True):
@@ -200,7 +202,7 @@ def check_books(run: Run, policy: Policy) -> None:
 
 
 def unheld_s(holdings: Sequence[Holding], invocations: Sequence[Invocation]) -> float:
-    """Seconds of invocations outside every holding of their incarnation."""
+    """Return the seconds of invocations outside every holding of their incarnation."""
     held: dict[str, list[Interval]] = defaultdict(list)
     for holding in holdings:
         held[holding.incarnation].append((holding.start_s, holding.end_s))
@@ -227,7 +229,7 @@ def play(setup: Setup, batches: Sequence[RolloutBatch], policy: Policy) -> tuple
 
 
 def crowd(holdings: Sequence[Holding]) -> float:
-    """The largest share of a device that is billed at any instant."""
+    """Return the largest share of a device that is billed at any instant."""
     edges: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for holding in holdings:
         edges[holding.device] += [(holding.start_s, holding.share), (holding.end_s, -holding.share)]

@@ -17,7 +17,7 @@ REQUIREMENTS = ROOT / "requirements"
 
 
 def pinned(name: str) -> dict[str, str]:
-    """The version of each distribution that a list names."""
+    """Return the version of each distribution that a list names."""
     lines = [line.strip() for line in (REQUIREMENTS / name).read_text().splitlines()]
     pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
     assert all(len(pair) == 2 for pair in pairs), f"{name} has a line that pins nothing"

@@ -1,4 +1,4 @@
-"""Breaks a live run on purpose."""
+"""Deliberately breaks a live run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
 
 
 async def generating(run: RLRun, step: int) -> None:
-    """Wait until the step's generation has drawn something and is not done."""
+    """Wait until the step's generation has produced tokens and is not finished."""
 
     def draws() -> bool:
         context = run.under_way.get(step)
@@ -39,7 +39,7 @@ def pid(replica: Replica) -> int:
 
 
 def engine(replica: Replica) -> psutil.Process:
-    """The vLLM process of a generation actor."""
+    """Return the vLLM process of a generation actor."""
     (found,) = [child for child in psutil.Process(pid(replica)).children() if "vllm.loop" in " ".join(child.cmdline())]
     return found
 
@@ -49,12 +49,12 @@ async def kill_actor(run: RLRun) -> None:
 
 
 async def stop_engine(run: RLRun) -> None:
-    """A wedged engine: alive, its replica answers probes, and nothing comes."""
+    """Suspend an engine: it stays alive and its replica answers probes, but no tokens arrive."""
     engine(run.generation.serving()[0]).suspend()
 
 
 async def stop_actor(run: RLRun) -> None:
-    """A wedged replica that still holds its port."""
+    """Stop a replica that still holds its port."""
     os.kill(pid(run.generation.serving()[-1]), signal.SIGSTOP)
 
 
@@ -73,7 +73,7 @@ async def kill_rank(run: RLRun) -> None:
 
 
 async def stop_rank(run: RLRun) -> None:
-    """A wedged rank: alive, and the others wait for it."""
+    """Stop a rank: it stays alive, and the other ranks wait for it."""
     info = run.learner.replicas()[0].info
     assert info is not None
     os.kill(info.pids[0], signal.SIGSTOP)
@@ -85,7 +85,7 @@ async def kill_scoring(run: RLRun) -> None:
 
 
 async def drain_actor(run: RLRun) -> None:
-    """No fault, but the fleet changes under the step; the actor is replaced before the next one."""
+    """Remove an actor during the step. This is not a fault; the actor is replaced before the next step."""
     await run.generation.remove(run.generation.serving()[0])
 
 
@@ -98,11 +98,11 @@ Sabotage = Callable[[RLRun], Awaitable[None]]
 
 
 async def drive(start: Session, sabotage: Sabotage) -> tuple[Recovered, str]:
-    """A run that is broken while it works: what was recovered, and the digest of the last weights."""
+    """Drive a run while `sabotage` breaks it; return the recoveries and the digest of the last weights."""
     async with open_session(start) as (run, first):
         sabotaging = asyncio.create_task(sabotage(run))
         recovered = await drive_steps(start, run, first)
-        await asyncio.wait([sabotaging], timeout=5)  # an actor that was told to drain may end after the last step
+        await asyncio.wait([sabotaging], timeout=5)  # an actor that was drained may end after the last step
         assert sabotaging.done(), "a step ended before it was broken"
         sabotaging.result()
         return recovered, run.published.version.digest

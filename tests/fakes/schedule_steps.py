@@ -1,4 +1,4 @@
-"""The steps that a schedule orders, without a run."""
+"""Fake steps of a schedule, without a run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class Steps:
-    """Notes what a schedule does, and when. Rollouts and trainings last `turns` turns of the loop, by step."""
+    """Records a schedule's actions in order. Rollouts and trainings last `turns` turns of the event loop, by name."""
 
     def __init__(self, turns: dict[str, int] | None = None, fails_at: int | None = None, learned: int = 0) -> None:
         self.turns = defaultdict(lambda: 1, turns or {})
         self.fails_at = fails_at
         self.done: list[str] = []
-        """What has begun, in order."""
+        """Started actions, in order."""
         self.learned = learned
         self.drawing: set[int] = set()
         self.most_at_once = 0
         self.behind: dict[int, int] = {}
-        """By step: versions that its weights were behind when it was learned from."""
+        """By step: how many versions old its weights were when it was learned from."""
         self._began_with: dict[int, int] = {}
 
     async def rollout(self, step: int) -> Any:

@@ -1,4 +1,4 @@
-"""A service with stand-ins, for each test that wants one."""
+"""Fixtures of a service with fake drivers and Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhfless.control.settings import ServiceSettings
 
 @pytest.fixture
 def settings(tmp_path: Path, request: pytest.FixtureRequest) -> ServiceSettings:
-    """A test that lowers `sizes` gives them as parameter."""
+    """Return the service's settings. A test that lowers `sizes` passes them as parameter."""
     given = {"sizes": request.param} if hasattr(request, "param") else {}
     return ServiceSettings(data=str(tmp_path / "data"), port=0, roots=(str(tmp_path),), **given)
 
@@ -39,7 +39,8 @@ def client(service: tuple[httpx.Client, Service]) -> httpx.Client:
 
 @pytest.fixture(scope="module")
 def shared_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of one service for all tests of a module that leave it as it was; a start takes longer than they do."""
+    """Yield a client of one service for all tests of a module that leave it unchanged, because a start takes longer
+    than these tests."""
     folders = tmp_path_factory.mktemp("shared"), tmp_path_factory.getbasetemp()
     settings = ServiceSettings(data=str(folders[0] / "data"), port=0, roots=tuple(map(str, folders)))
     there_is_ray(settings.folder)

@@ -1,4 +1,4 @@
-"""A service whose drivers are stand-ins; a process, so that it can be killed.
+"""A service with fake drivers, as a process that can be killed.
 
 python service_process.py SETTINGS_AS_JSON
 """

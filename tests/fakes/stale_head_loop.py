@@ -1,11 +1,11 @@
-"""The real engine with our repair of tied heads taken out, in whichever process computes."""
+"""The real engine with our fix of tied heads disabled in every computing process."""
 
 from rlhfless.functions.generation.vllm import loop
 from rlhfless.util import processes
 
 
 def take_out_repair() -> None:
-    """Here and now. vLLM is imported for it."""
+    """Disable the fix in this process. Imports vLLM."""
     from rlhfless.functions.generation.vllm import weight_engine
 
     weight_engine.repack_shared_weights = lambda model: None

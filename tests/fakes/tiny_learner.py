@@ -1,4 +1,4 @@
-"""What the tests here, and the processes that they spawn, build: a model on disk, a batch, a learner."""
+"""Inputs for learner tests and the processes that they spawn: models on disk, batches, learners."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCABULARY = 40
 
 
 def save_tiny_model(folder: Path, *, tied: bool = True) -> str:
-    """A two-layer Qwen3 with grouped-query attention; its logits are far from uniform."""
+    """Save a two-layer Qwen3 with grouped-query attention and logits that are far from uniform."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -52,14 +52,15 @@ def save_tiny_model(folder: Path, *, tied: bool = True) -> str:
 
 
 def make_batch() -> PackedBatch:
-    """Six groups of four; ragged; one response is empty. With advantages, without old logprobs."""
+    """Return six groups of four ragged responses, one of them empty, with advantages and without old logprobs."""
     generator = np.random.default_rng(1)
     prompts = [tuple(generator.integers(0, VOCABULARY, 1 + 2 * number).tolist()) for number in range(6)]
     return _drawn(prompts, 4, generator)
 
 
 def make_shared_batch() -> PackedBatch:
-    """Five groups of four, with prefixes in two levels: three prompts begin with 20 tokens, two of them with 30."""
+    """Return five groups of four with two levels of prefixes: three prompts share 20 tokens, and two of these share
+    30."""
     generator = np.random.default_rng(2)
     system, shots, other = (generator.integers(0, VOCABULARY, size).tolist() for size in (20, 10, 13))
     questions = [generator.integers(0, VOCABULARY, 11 + number).tolist() for number in range(4)]
@@ -88,7 +89,7 @@ def _drawn(prompts: Sequence[tuple[int, ...]], samples: int, generator: np.rando
 
 
 def save_tiny_critic(policy: str, folder: Path, labels: int = 1) -> str:
-    """The policy's decoder with a random head of values, as a critic's checkpoint has it."""
+    """Save a critic's checkpoint: the policy's decoder with a random value head."""
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(policy, num_labels=labels)
     critic: Any = Qwen3ForSequenceClassification(config)
@@ -98,14 +99,14 @@ def save_tiny_critic(policy: str, folder: Path, labels: int = 1) -> str:
 
 
 def with_values(batch: PackedBatch) -> PackedBatch:
-    """The batch with old values and returns, random ones."""
+    """Return the batch with random old values and returns."""
     generator = np.random.default_rng(5)
     values, returns = generator.standard_normal((2, len(batch.tokens)))
     return batch.with_columns(values=values, returns=returns)
 
 
 def plain_adamw(model: torch.nn.Module, spec: AdamWSpec) -> torch.optim.AdamW:
-    """torch's AdamW with weight decay for matrices alone."""
+    """Return torch's AdamW with weight decay only for matrices."""
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -113,8 +114,10 @@ def plain_adamw(model: torch.nn.Module, spec: AdamWSpec) -> torch.optim.AdamW:
 
 
 def make_critic(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> CriticRank:
-    """A critic in float32 with one thread that starts from `model`, with its head unless `new_head`; `changes` are
-    specs, or fields of CriticSpec."""
+    """Create a critic in float32 with one thread. It starts from `model`, including its head unless `new_head`.
+
+    `changes`: specs, or fields of CriticSpec.
+    """
     specs: dict[str, Any] = {"optimizer": AdamWSpec(learning_rate=1e-3), "algorithm": PPOSpec()}
     specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
     timeout_s, tokenizer = changes.pop("timeout_s", 60), changes.pop("tokenizer", None)
@@ -131,7 +134,8 @@ def make_critic(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1
 
 
 def make_pairs() -> list[Example]:
-    """Seven pairs of ragged responses to prompts so long that it pays to compute them once for both."""
+    """Return seven pairs of ragged responses, with prompts long enough that computing them once for both responses pays
+    off."""
     generator = np.random.default_rng(4)
     prompts = [tuple(generator.integers(0, VOCABULARY, 34 + 2 * number).tolist()) for number in range(7)]
     return [
@@ -149,7 +153,8 @@ def make_pairs() -> list[Example]:
 
 
 def make_supervised(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> SupervisedRank:
-    """A learner of pairs in float32 with one thread; `changes` as of `make_rank`, and `run_type` and `dpo`."""
+    """Create a learner of preference pairs in float32 with one thread. `changes`: as for `make_rank`, and `run_type`
+    and `dpo`."""
     specs = {"optimizer": AdamWSpec(learning_rate=1e-3), "run_type": "dpo", "dpo": DPOSpec()}
     specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
     timeout_s = changes.pop("timeout_s", 60)
@@ -166,7 +171,7 @@ def make_supervised(model: str, rendezvous: Path, rank: int = 0, world_size: int
 
 
 def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> LearnerRank:
-    """A learner in float32 with one thread; `changes` are specs, fields of LearnerSpec, or as below."""
+    """Create a learner in float32 with one thread. `changes`: specs, fields of LearnerSpec, or the options below."""
     specs = {
         "optimizer": AdamWSpec(learning_rate=1e-3),
         "algorithm": GRPOSpec(),

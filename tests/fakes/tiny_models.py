@@ -1,4 +1,4 @@
-"""Small models of the supported families, as folders and Hugging Face models; published sizes; engines for them."""
+"""Small models of the supported families as folders and Hugging Face models, published sizes, and engines for them."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ class TinyModel:
     model: Qwen2ForCausalLM
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a learner publishes: tied weights once."""
+        """Return the tensors that a learner publishes: tied weights once."""
         return dict(self.model.named_parameters())
 
     def use(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Computes with `tensors` from now on."""
+        """Replace the model's weights by `tensors`."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(tensors[name])
 
     @torch.no_grad()
     def logprobs(self, token_ids: tuple[int, ...], temperature: float = 1.0) -> tuple[float, ...]:
-        """Of token i + 1 given those up to i: [tokens - 1]."""
+        """Return the logprob of token i + 1 given the tokens up to i: `[tokens - 1]`."""
         logits = self.model(torch.tensor([token_ids])).logits[0, :-1].float() / temperature
         chosen = logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])
         return tuple(chosen[:, 0].tolist())
 
     def publish(self, stored: StoredWeights, *, samples: bool = True) -> PublishedWeights:
-        """The announcement of weights that this model now computes with; with samples of them, to be read back."""
+        """Return the announcement of the model's current weights, with samples of them to be read back."""
         values = {name: weight_sample(value, PROBE_TOKENS, value.dtype) for name, value in self.tensors().items()}
         probe = Probe(PROBE_TOKENS, self.logprobs(PROBE_TOKENS), values if samples else {})
         return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)
@@ -79,19 +79,19 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token for each character."""
+    """Save a tokenizer with one token per character."""
     _tokenizer().save_pretrained(folder)
 
 
 def make_tiny_model(folder: Path, tied: bool) -> TinyModel:
-    """Two layers, 64 wide, random."""
+    """Create a random model with two layers of width 64."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(VOCABULARY),
         hidden_size=64,
         intermediate_size=160,
         num_hidden_layers=2,
-        num_attention_heads=2,  # heads of 32: the smallest that the CPU kernel takes
+        num_attention_heads=2,  # heads of 32: the smallest size that the CPU kernel supports
         num_key_value_heads=1,
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=tied,
@@ -112,7 +112,7 @@ SHAPES = {
     "core apart": EngineSpec(kv_cache_gib=KV_GIB, max_sequences=64, core_process=True),
     "two devices": EngineSpec(kv_cache_gib=KV_GIB, max_sequences=64, tensor_parallel_size=2),
 }
-"""The processes that an engine consists of: on one CPU core, on one GPU, and on several devices."""
+"""Process layouts of an engine: on one CPU core, on one GPU, and on several devices."""
 
 
 async def start_tiny_engine(
@@ -122,10 +122,10 @@ async def start_tiny_engine(
     speculation: SpeculationSpec | None = None,
     quantization: Quantization = "off",
 ) -> VllmEngine:
-    """A small CPU engine with one thread per device that reads weights from the folder `store`."""
+    """Start a small CPU engine with one thread per device that reads weights from the folder `store`."""
     settings = tiny_settings(model, store, SHAPES[shape] if isinstance(shape, str) else shape)
     with pytest.MonkeyPatch.context() as patch:
-        # Threads that wait for each other on a busy machine take many times as long as one.
+        # Threads that wait for each other on a busy machine take many times as long as a single thread.
         patch.setenv("OMP_NUM_THREADS", "1")
         return await VllmEngine.start(
             replace(settings, speculation=speculation or SpeculationSpec(), quantization=quantization)
@@ -133,7 +133,7 @@ async def start_tiny_engine(
 
 
 def tiny_settings(model: TinyModel, store: Path, engine: EngineSpec) -> EngineSettings:
-    """Of a CPU engine."""
+    """Return the settings of a CPU engine."""
     return EngineSettings(
         model=str(model.folder),
         tokenizer=str(model.folder),
@@ -149,7 +149,7 @@ def tiny_settings(model: TinyModel, store: Path, engine: EngineSpec) -> EngineSe
 
 
 async def loaded(engine: VllmEngine, published: PublishedWeights) -> Any:
-    """Load a version and return how it came, after all checks: digest and read-back by the engine, and the probe."""
+    """Load a version with all checks (digest, read-back by the engine, probe), and return its transport."""
     report = await engine.load(published)
     check_probe(published.version, published.probe, await engine.logprobs(PROBE_TOKENS), PROBE_TOLERANCE["float32"])
     assert report is not None

@@ -1,4 +1,4 @@
-"""Small fleets and scenarios of seconds with round figures, for simulated steps and whole runs."""
+"""Small fleets and scenarios with round numbers that take seconds, for simulated steps and whole runs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ FOLDER = Transport("auto", 1e9, 0.1, 200_000_000)  # 0.3 s
 SLEEP_S, WAKE_S = 0.25, 0.5
 
 SERVING_S = 5.0 + 2.0 + 0.3
-"""A node, a cold start, the weights."""
+"""Seconds until an actor serves: a node, a cold start, and its weights."""
 
 
 def slot_setup(
     device: int, kind: str = "h100", start_s: float = 2.0, node: int | None = None, **changes: object
 ) -> SlotSetup:
-    """One device, on the node of the same number."""
+    """Return one device, on the node of the same number."""
     allocation = Allocation.of([Device(f"{kind}-{device}", kind, device)])
     node = device if node is None else node
     return dataclasses.replace(SlotSetup(allocation, f"node-{node}", start_s, SLEEP_S, WAKE_S), **changes)
@@ -56,7 +56,7 @@ def actor(device: int, **changes: object) -> ActorShape:
 
 
 def on(shape: ActorShape | ServiceShape | LearnerShape, where: SlotSetup) -> ActorShape | ServiceShape | LearnerShape:
-    """The same work elsewhere."""
+    """Return the same work on another slot."""
     return dataclasses.replace(shape, slot_setup=where)
 
 
@@ -66,7 +66,7 @@ LEARNER = LearnerShape(slot_setup(9, start_s=1.0, node=0), 0.2, 0.0, 0.001, 0.05
 
 
 def setup_of(*actors: ActorShape, **changes: object) -> Setup:
-    """One scoring service on a CPU core, one learner on a device of its own."""
+    """Return a setup with one scoring service on a CPU core and one learner on a separate device."""
     plain: dict[str, object] = {
         "services": (SCORING,),
         "learner": LEARNER,
@@ -94,7 +94,7 @@ def usage_of(simulation: Simulation, function: FunctionName) -> Usage:
 
 
 def batch_of(groups: list[tuple[int, list[int]]], prefixes: PrefixTree | None = None) -> RolloutBatch:
-    """A batch from (prompt tokens, response lengths) per group, and what the prompts share."""
+    """Return a batch from (prompt tokens, response lengths) per group and the prefixes that prompts share."""
     sizes = [len(lengths) for _, lengths in groups]
     return RolloutBatch(
         step=1,
@@ -124,7 +124,7 @@ POLICIES: list[dict[str, Any]] = [
 
 
 def values(**changes: Any) -> dict[str, Any]:
-    """The scenario as a file would have it."""
+    """Return the scenario's values, as in a file."""
     return {
         "name": "tiny",
         "cluster": {"machines": [{"kind": "l40s", "devices_per_node": 2}]},

@@ -1,4 +1,4 @@
-"""Small tokenizers: one token per word, and one that reads bytes and writes ChatML."""
+"""Small tokenizers: one with a token per word, and one that reads bytes and writes ChatML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_tokenizer(**special):
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<think>", "</think>")
-"""Tokens of their own that are not special, as Qwen3 has them."""
+"""Added tokens that are not special, as in Qwen3."""
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -31,7 +31,7 @@ CHATML = (
 
 
 def make_chat_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, and those of their own."""
+    """Return a tokenizer with one token per byte, plus the special and added tokens."""
     bytes_ = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(bytes_, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -8,7 +8,7 @@ import pytest
 
 
 def trl_trainer(name: str) -> ModuleType:
-    """The module `trl.trainer.NAME`, imported without vLLM: that takes seconds, and no loss needs it."""
+    """Return the module `trl.trainer.NAME`, imported without vLLM, which takes seconds and is needed by no loss."""
     utilities = pytest.importorskip("trl.import_utils")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utilities, "is_vllm_available", lambda *_, **__: False)

@@ -1,4 +1,4 @@
-"""The environment that a user installs: the pinned list without what only the checks and tests need."""
+"""The environment that a user installs: the pinned list without packages that only checks and tests need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fakes.repository import pinned
 
 
 def user_environment(folder: Path) -> Path:
-    """Make it, of links into this one; its command `rlhfless`."""
+    """Create the environment from links into the current one, and return its command `rlhfless`."""
     venv.EnvBuilder(symlinks=True).create(folder)
     (packages,) = (folder / "lib").glob("python3*/site-packages")
     hidden = {place for name in pinned("test.txt") for place in _places(name)}
@@ -25,5 +25,5 @@ def user_environment(folder: Path) -> Path:
 
 
 def _places(name: str) -> set[str]:
-    """The folders and files of a distribution in site-packages."""
+    """Return the folders and files of a distribution in site-packages."""
     return {file.parts[0] for file in metadata.files(name) or () if file.parts[0] not in ("..", "__pycache__")}

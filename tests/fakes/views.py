@@ -1,4 +1,4 @@
-"""Fleets and steps as a policy sees them, made by hand; and policies that are as plain as can be."""
+"""Handmade fleets and steps as a policy sees them, and the plainest possible policies."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def view_of(
 
 
 def homes(left: dict[int, list[int]], samples: int) -> list[int]:
-    """`[samples]`: the slot of each one in `left` (slot: samples), and UNASSIGNED for samples that have ended."""
+    """Return the slot of each sample in `left` (slot: samples), `[samples]`; UNASSIGNED for ended samples."""
     home = [UNASSIGNED] * samples
     for slot, mine in left.items():
         for sample in mine:
@@ -104,13 +104,14 @@ DOWN = (None, ReplicaState.SLEEPING)
 
 
 def again(event: Lost, view: StepView) -> tuple[Start, ...]:
-    """The start of an actor in place of a lost one, unless another step that lost samples there has asked for it."""
+    """Return the start of a replacement for a lost actor, unless another step that lost samples there has requested
+    it."""
     return (Start(event.slot),) if view.slots[event.slot].state is None else ()
 
 
 class Evenly:
-    """Keeps all actors up, and gives every actor the same number of groups. What is lost goes to the slot with the
-    fewest samples, and the slot that lost its actor gets a new one."""
+    """Keeps all actors running, and gives every actor the same number of groups. Lost samples go to the slot with the
+    fewest samples, and the slot that lost its actor gets a new actor."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, Event]] = []
@@ -127,7 +128,7 @@ class Evenly:
 
 
 class InTurns(Evenly):
-    """Replicas are up only while they work: actors are released when generation has ended, services when they are
+    """Runs replicas only while they work: releases actors when generation has ended, and services when they are
     idle."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
@@ -140,7 +141,7 @@ class InTurns(Evenly):
 
 
 class Scripted(Evenly):
-    """Evenly, with further answers of the test's own."""
+    """Acts like Evenly, with additional actions from the test."""
 
     def __init__(self, answer: Callable[[float, Event, StepView], Sequence[Action]]) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class Restless:
         return self.fidget(view) if isinstance(event, Heartbeat) else ()
 
     def fidget(self, view: StepView) -> Sequence[Action]:
-        """Something that makes no sense, and is allowed."""
+        """Return random actions that are allowed but make no sense."""
         count = len(view.fleet.generation())
         others = [Release(slot) for slot in range(count, learner_of(view)) if view.slots[slot].state not in DOWN]
         if others and self.random.integers(4) == 0:
@@ -192,7 +193,7 @@ class Restless:
         return (Move(source, target, self.random.permutation(samples)[: 1 + len(samples) // 2]),)
 
     def ahead(self, at_s: float, view: StepView) -> list[Action]:
-        """Starts for a time to come, where no other replica wants the device; some will be void."""
+        """Return starts at later times, on devices that no other replica wants. Some will be void."""
         crowd = Counter(device for replica_slot in view.fleet.replica_slots for device in replica_slot.devices)
         alone = [
             slot for slot, replica_slot in enumerate(view.fleet.replica_slots) if crowd[replica_slot.devices[0]] == 1
@@ -202,12 +203,12 @@ class Restless:
 
 
 def learner_of(view: StepView) -> int:
-    """The learner's slot, which comes last."""
+    """Return the learner's slot, which comes last."""
     return len(view.slots) - 1
 
 
 def spread_out(view: StepView) -> list[Action]:
-    """All actors up, and the groups in turn on them."""
+    """Return actions that start all actors and distribute the groups round-robin."""
     first = view.fleet.generation()
     starts: list[Action] = []
     for slot, replica_slot in enumerate(view.fleet.replica_slots):
