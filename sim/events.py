@@ -36,8 +36,7 @@ class Agenda(Generic[E]):
         return at_s, event
 
     def pop_like(self, at_s: float, kind: type[L]) -> list[L]:
-        """Remove and return the next events if they are of `kind` and due at `at_s`, up to the first of another
-        kind."""
+        """Remove and return the events of a kind due next at `at_s`, up to the first event of another kind."""
         alike: list[L] = []
         while self._heap and self._heap[0][0] == at_s and isinstance(event := self._heap[0][2], kind):
             alike.append(event)

@@ -25,15 +25,14 @@ from rlhfless.sim.setup import Setup, SlotSetup
 
 
 class SimulationError(RuntimeError):
-    """A policy leaves samples unassigned, requests something impossible, or waits for ever."""
+    """A policy leaves samples unassigned, requests something impossible, or waits forever."""
 
 
 class SimulatedFleet:
     """All slots, and the replica at each."""
 
     def __init__(self, setup: Setup, ledger: SimulatedLedger, idle: Callable[[int], bool]) -> None:
-        """Create the fleet; `idle` returns whether a slot's function has no work left in its phase, so its turn may
-        end."""
+        """Create the fleet; `idle` returns whether a slot's function has no work in its phase, so its turn may end."""
         self.setup = setup
         self._idle = idle
         self.slot_setups = setup.slot_setups

@@ -24,8 +24,8 @@ class Selected:
 
     drawn_tokens: Ints  # [samples of the batch]: tokens that earlier steps have generated
     whole: RolloutBatch
-    """The groups including the samples that earlier steps finished, which are not in the batch: first the groups of the
-    batch, then those with no sample left to generate."""
+    """The groups with all their samples, including those finished by earlier steps, which are not in the batch. The
+    groups of the batch come first, then those with no sample left to generate."""
     learns: int
     """Number of groups of `whole` that the step learns from: those that are complete first."""
     must_include: Flags  # [groups of `whole`]: always learned from
@@ -141,8 +141,7 @@ class Rows:
 
 
 def rows_of(steps: int, samples: int, nodes: int) -> list[Rows]:
-    """Create the rows of one table for `steps` steps, each of `samples` samples and `nodes` prompts and shared
-    prefixes."""
+    """Create the rows of one table for `steps` steps of `samples` samples and `nodes` prompts and prefixes each."""
     table = table_of(steps * samples, steps * nodes)
     return [
         Rows(table, slice(step * samples, (step + 1) * samples), slice(step * nodes, (step + 1) * nodes))

@@ -84,10 +84,10 @@ class Simulation:
     def step(self, batch: RolloutBatch) -> Generation:
         """Generate the samples of a step, and run until the next step may start.
 
-        That is the end of this step or, with `max_staleness`, the end of the step that many steps before.
+        That is the end of this step or, with `max_staleness` N, the end of the step N steps earlier.
 
-        Raises SimulationError for a fault of the policy (rlhfless.scaling.assignment) or one that leaves a replica
-        waiting for ever; ValueError for a response beyond `max_tokens`.
+        Raises SimulationError for a fault of the policy (rlhfless.scaling.assignment), or one that leaves a replica
+        waiting forever; ValueError for a response beyond `max_tokens`.
         """
         longest = int(batch.response_tokens.max(initial=0))
         if longest > self.setup.max_tokens:
@@ -309,8 +309,7 @@ class Simulation:
         return replica.busy_s + (sum(around) if around is not None and self._learned else 0.0)
 
     def _update_services(self, step: StepUnderWay) -> bool:
-        """Return whether a learning service, such as a critic, still has to update in a step, starting the update if it
-        can."""
+        """Return whether a learning service, such as a critic, still has to update; start its update if possible."""
         for slot, shape in self._services.items():
             if not shape.learns or slot in step.updated:
                 continue

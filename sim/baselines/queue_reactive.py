@@ -115,8 +115,7 @@ class MetricWindow:
             self._pieces.popleft()
 
     def mean(self, at_s: float, length_s: float) -> float:
-        """Return the mean over the last `length_s`, or since the first record if later; at the first record, its
-        count."""
+        """Return the mean over the last `length_s`, or since a later first record; at the first record, its count."""
         total, until_s = 0.0, at_s
         since_s = max(at_s - length_s, self._pieces[0][0])
         for from_s, count in reversed(self._pieces):

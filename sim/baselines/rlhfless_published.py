@@ -221,8 +221,10 @@ class RLHFlessPublished:
         self._seen += view.tokens.size
 
     def _prewarm(self, layout: Layout, slots: Sequence[int]) -> list[Action]:
-        """Schedule the next starts of these actors, to have started before the next step, by the shortest step so
-        far."""
+        """Schedule the next starts of these actors, so that they finish before the next step.
+
+        The next step is expected after the shortest step so far.
+        """
         if math.isinf(self._shortest_s):
             return []
         next_s = self._began_s + self._shortest_s - self._settings.prewarm_buffer_s

@@ -123,8 +123,7 @@ def _together(values: Sequence[float], span: int) -> list[float]:
 
 
 def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec], span: int) -> list[StepFigures]:
-    """Return the figures with each step's even share of its limit, and whether the steps sharing it kept it
-    (`keeps`)."""
+    """Return the figures with each step's even share of its limit, and whether that limit was kept (`keeps`)."""
     judgements: list[StepFigures] = []
     for first in range(0, len(figures), span):
         together = figures[first : first + span]

@@ -157,8 +157,10 @@ _COLOCATED = ScenarioPlacementSpec(mode="colocated")
 
 
 def _phases(trace: Trace, layout: ScenarioLayout, group: str | None) -> Iterator[PhaseWork]:
-    """Yield two phases per step. `group`: the group that all functions share; None: actors and learner have their
-    own."""
+    """Yield two phases per step.
+
+    `group`: the group that all functions share; None: actors and learner have their own.
+    """
     actor, learner = layout.actors()[0].slot_setup, layout.learner().slot_setup
     ordered = sorted(trace.invocations, key=attrgetter("step"))
     calls = {step: list(group) for step, group in groupby(ordered, key=attrgetter("step"))}

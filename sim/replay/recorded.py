@@ -124,8 +124,7 @@ def _loads_in_flight(trace: Trace) -> bool:
 
 
 def _prefix_use(trace: Trace) -> PrefixUse:
-    """Return how the run used prefixes: it planned them, and its spec shows whether reference and learner share
-    them."""
+    """Return the run's use of prefixes: planned, and shared by reference and learner if its spec says so."""
     learner = trace.meta.spec.get("learner") or {}
     if not learner.get("share_prefixes", True):
         return PrefixUse(planned=True)
@@ -138,8 +137,8 @@ def _prefix_use(trace: Trace) -> PrefixUse:
 def _packed_all(trace: Trace) -> bool:
     """Return whether the learner computed nearly every shared prompt token once.
 
-    The learner compares tokens: common beginnings of sibling responses make packing pay in cases where lengths, all
-    that a trace has, suggest that it does not.
+    The learner compares tokens, and a trace has only lengths: common beginnings of sibling responses can make packing
+    pay where lengths suggest that it does not.
     """
     saved = sum(
         call.cached_tokens

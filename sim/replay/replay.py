@@ -67,8 +67,7 @@ class StageError:
 
     @property
     def skill(self) -> float | None:
-        """1 - error / error_of_mean: 1 is perfect, 0 as good as the mean, below 0 worse; None if the mean is
-        perfect."""
+        """1 - error / error_of_mean: 1 is perfect, 0 as good as the mean, below 0 worse; None if the mean is exact."""
         return 1 - self.error / self.error_of_mean if self.error_of_mean else None
 
 

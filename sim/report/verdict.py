@@ -155,8 +155,8 @@ def best_fleets(comparison: PolicyComparison) -> str:
 def missed(comparison: PolicyComparison) -> list[str]:
     """Return a line per policy with the number of steps that did not keep the contract, as in the column `kept`.
 
-    It includes how many of them no plan could keep by its forecast, with the reason of the last: the first ones have
-    cold starts.
+    The line also has the number of these steps that no plan could keep by its forecast, and the reason of the last of
+    them: the first ones have cold starts.
     """
     lines = []
     for label, runs in comparison.results.items():

@@ -182,8 +182,8 @@ class ClusterSpec(SpecModel):
 
 
 def uncounted_nodes(devices_per_node: int, prompts: int, actor_devices: int, learner_devices: int | None) -> int:
-    """Return the machines that a run can use: an actor per prompt of a step, and the learner, by default one
-    machine."""
+    """Return the machines that a run can use: an actor per prompt of a step, and the learner (one machine by
+    default)."""
     return -(-(prompts * actor_devices + (learner_devices or devices_per_node)) // devices_per_node)
 
 
@@ -214,8 +214,7 @@ class TransportSpec(SpecModel):
 
     @property
     def device_bytes_per_s(self) -> float:
-        """Rate at which a device of an actor gets new weights; a broadcast and a load overlap, and the slower
-        counts."""
+        """Rate at which a device of an actor gets new weights; broadcast and load overlap, and the slower counts."""
         return min(self.broadcast_bytes_per_s, self.load_bytes_per_s) if self.kind == "nccl" else self.load_bytes_per_s
 
 
