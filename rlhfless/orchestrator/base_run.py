@@ -1,7 +1,7 @@
-"""The parts of a run that do not depend on what it learns from: pools of functions, checkpoints, the ledger.
+"""The parts that all types of runs share: pools of functions, checkpoints, the ledger.
 
-A checkpoint of a step has the state of all trained functions (learner, critic), or it does not count. So they always
-continue from the same step: if one is lost, all are restored."""
+A checkpoint counts only if it has the state of all trained functions (learner, critic). They always continue from the
+same step: if one is lost, all are restored."""
 
 from __future__ import annotations
 
@@ -35,41 +35,41 @@ class TrainerPools:
     """The pools of the trained functions, each with one replica."""
 
     def __init__(self, pools: Sequence[ReplicaPool], spec: RunSpec, work: Callable[..., Awaitable[Any]]) -> None:
-        """`pools` in the order of their updates, the publisher last. `work`: see BaseRun.work."""
+        """`pools`: in the order of their updates, with the publisher last. `work`: see BaseRun.work."""
         self.pools = tuple(pools)
         self._spec = spec
         self._work = work
 
     @property
     def publisher(self) -> ReplicaPool:
-        """The learner: its weights go to the engines."""
+        """The pool of the learner, which publishes its weights to the engines."""
         (pool,) = (pool for pool in self.pools if pool.kind.publishes)
         return pool
 
     @property
     def others(self) -> tuple[ReplicaPool, ...]:
-        """The pools that publish nothing, such as a critic."""
+        """The pools that publish no weights, such as a critic."""
         return tuple(pool for pool in self.pools if not pool.kind.publishes)
 
     @property
     def all_there(self) -> bool:
-        """Whether all have a replica."""
+        """Whether all pools have a replica."""
         return all(pool.replicas() for pool in self.pools)
 
     @property
     def must_move(self) -> bool:
-        """Whether a node with one of them leaves the cluster."""
+        """Whether a node with one of the replicas is leaving the cluster."""
         return any(pool.must_move for pool in self.pools)
 
     def replica(self, pool: ReplicaPool) -> Replica:
-        """Return a pool's replica. Raises ReplicaLost without one: a new one needs a restore first."""
+        """Return a pool's replica. Raises ReplicaLost if there is none, because a new one must be restored first."""
         replicas = pool.replicas()
         if not replicas:
             raise ReplicaLost(f"the {pool.function} was lost; restarting from the latest checkpoint")
         return replicas[0]
 
     async def update_others(self, call: Call, batch: PackedBatch) -> dict[str, float]:
-        """Update the functions that learn before the policy; returns their metrics."""
+        """Update the functions that learn before the policy, and return their metrics."""
         metrics: dict[str, float] = {}
         for pool in self.others:
             metrics |= await self.learn(pool, call, batch)
@@ -78,10 +78,10 @@ class TrainerPools:
     async def learn(
         self, pool: ReplicaPool, call: Call, batch: PackedBatch, sent: asyncio.Event | None = None
     ) -> Mapping[str, float]:
-        """Run the optimiser steps of one function in one training step. `sent` is set when the call has left the
-        driver."""
+        """Run the optimiser steps of one function for a training step, and return its metrics. `sent` is set when the
+        call has left the driver."""
         spec = self._spec
-        # There are fewer mini-batches if dropped samples leave fewer groups.
+        # Dropped samples may leave fewer groups than mini-batches.
         count = min(spec.mini_batches, batch.denominators.groups)
         epochs, planned = spec.epochs_of(pool.function), spec.planned_updates(pool.function)
         passes = Passes(count, epochs, (spec.seed, call.step), planned)
@@ -92,12 +92,12 @@ class TrainerPools:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of a checkpoint other than the publisher's."""
+        """The parts of a checkpoint besides the publisher's."""
         return tuple(pool.function for pool in self.others)
 
     async def checkpoint(self, call: Call, checkpoints: Checkpoints, notes: CheckpointNotes) -> list[Replica]:
-        """Start saving the state after `call`'s step; on return all are free for the next step. Returns those that are
-        still writing. Raises CheckpointError."""
+        """Start saving the state after `call`'s step, and return the replicas that are still writing. On return, all
+        are free for the next step. Raises CheckpointError."""
         later = []
         for pool in self.pools:
             replica, location = self.replica(pool), checkpoints.location(call.step, _part(pool))
@@ -113,7 +113,7 @@ class TrainerPools:
             await replica.call("wait_written", call, timeout_s=limit_s, waiting_for=what)
 
     async def restore(self, call: Call, checkpoints: Checkpoints, saved: Checkpoint | None) -> None:
-        """Load a checkpoint, which is of `call`'s step, or the initial models if there is none."""
+        """Load the checkpoint of `call`'s step, or the initial models if `saved` is None."""
         for pool in self.pools:
             if saved is None:
                 await pool.stop(*(replica for replica in pool.replicas() if replica.learned_step))
@@ -124,7 +124,7 @@ class TrainerPools:
                 await self._work(replica, Work.RESTORE, "restore", call, location)
 
     async def stop_leaving(self) -> None:
-        """Stop the functions whose node leaves the cluster."""
+        """Stop the functions whose node is leaving the cluster."""
         for pool in self.pools:
             if pool.must_move:
                 log.info("%s stops and restarts elsewhere: its node leaves the cluster", pool.function)
@@ -143,12 +143,13 @@ class TrainerPools:
 
 
 def _part(pool: ReplicaPool) -> str:
-    """Return the part of a checkpoint that a function writes; empty for the publisher, which writes the main part."""
+    """Return the name of the checkpoint part that a function writes; empty for the publisher, whose part is the main
+    one."""
     return "" if pool.kind.publishes else pool.function
 
 
 class ElasticLearner(Protocol):
-    """A learner whose number of ranks may change: see rlhfless.orchestrator.recovery.LearnerSize."""
+    """A learner with a variable number of ranks: see rlhfless.orchestrator.recovery.LearnerSize."""
 
     def resume(self, decisions: Sequence[Decision]) -> None: ...
 
@@ -171,7 +172,7 @@ class BaseRun:
     order: PromptOrder
     held_out: Sequence[Prompt]
     pools: Mapping[str, ReplicaPool]
-    """By name: the replicas of each function of this run."""
+    """The pool of each function, by name of the function."""
     ledger: Ledger
     sinks: MetricSinks
     journal: Journal
@@ -179,19 +180,19 @@ class BaseRun:
     before: Mapping[str, float] = field(default_factory=dict)
     """Held-out metrics before the first step."""
     latest: dict[str, float] = field(default_factory=dict)
-    """The newest value of each metric."""
+    """The latest value of each metric."""
     evaluated: int = -1
     """The step of the last evaluation."""
     clock: StepClock = field(default_factory=StepClock)
     trainers: TrainerPools = field(init=False)
     learner_size: ElasticLearner | None = None
-    """How many ranks the learner has, where that may change."""
+    """Changes the number of the learner's ranks; None if it is fixed."""
 
     def __post_init__(self) -> None:
         self.trainers = TrainerPools(self.with_role(FunctionRole.UPDATES), self.spec, self.work)
 
     def with_role(self, *roles: FunctionRole) -> tuple[ReplicaPool, ...]:
-        """The pools of the functions with one of these roles."""
+        """Return the pools of the functions with these roles."""
         return tuple(pool for pool in self.pools.values() if pool.kind.role in roles)
 
     @property
@@ -205,7 +206,7 @@ class BaseRun:
 
     @property
     def helpers(self) -> tuple[ReplicaPool, ...]:
-        """The pools that work on complete groups: scoring, and functions with per-token outputs."""
+        """The pools that process complete groups: scoring, and functions with per-token outputs."""
         return self.with_role(FunctionRole.SCORES, FunctionRole.COLUMN)
 
     def call(self, step: int) -> Call:
@@ -215,7 +216,7 @@ class BaseRun:
     async def work(  # type: ignore[no-untyped-def]
         self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: Any
     ):
-        """Call a function when its turn on the devices comes."""
+        """Call a function within its turn on the devices, and return the method's value."""
         calls = 2 if work is Work.PUBLISH else 1  # the call may first wait for `learn`
         async with self.pools[replica.function].turn(call):
             return await replica.call(
@@ -231,11 +232,11 @@ class BaseRun:
     # -- checkpoints
 
     async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
-        """Save everything that a resumed run needs after `step`. `begun` is set when the functions are free for the
-        next step. Raises CheckpointError."""
+        """Save the state from which a run resumes after `step`. `begun` is set when the functions are free for the next
+        step. Raises CheckpointError."""
         notes, start_s = self._notes(step), time.time()
         self.clock.interrupt()
-        self.ledger.write(self.pools.values())  # a resumed run does not repeat these steps
+        self.ledger.write(self.pools.values())  # a resumed run does not repeat the steps before a checkpoint
         call = self.call(step)
         writing = await self.trainers.checkpoint(call, self.checkpoints, notes)
         begun.set()
@@ -245,7 +246,7 @@ class BaseRun:
         self.journal.forget(step)
 
     def _notes(self, step: int) -> CheckpointNotes:
-        """The notes of a checkpoint after `step`."""
+        """Return the notes of a checkpoint after `step`."""
         return CheckpointNotes(
             run_id=self.run_id,
             attempt=self.attempt,
@@ -258,14 +259,14 @@ class BaseRun:
         )
 
     def score(self, step: int) -> float | None:
-        """The value of `checkpoint.best.metric` after `step`; None if it was not measured then."""
+        """Return the value of `checkpoint.best.metric` after `step`; None if it was not measured then."""
         best = self.spec.checkpoint.best
         if best.of_evaluations and self.evaluated != step:
             return None
         return self.latest.get(best.metric)
 
     def improves(self, step: int) -> bool:
-        """Whether the evaluation after `step` has a better score than every checkpoint."""
+        """Return whether the evaluation after `step` has a better score than every checkpoint."""
         best, score = self.spec.checkpoint.best, self.score(step)
         if not best.save or not best.of_evaluations or score is None or math.isnan(score):
             return False
@@ -273,7 +274,7 @@ class BaseRun:
         return all(score < each if best.mode == "min" else score > each for each in saved if each is not None)
 
     async def restore(self) -> int:
-        """Restore the newest checkpoint, or the initial models if there is none; returns its step."""
+        """Restore the newest checkpoint, or the initial models if there is none, and return its step."""
         newest = self.checkpoints.newest()
         step = newest.notes.step if newest else 0
         await self.trainers.restore(self.call(step), self.checkpoints, newest)
@@ -282,26 +283,26 @@ class BaseRun:
         return step
 
     async def open_weights(self, step: int) -> None:
-        """Publish the weights of `step` after the learner was restored."""
+        """Publish the weights of `step` after a restore of the learner. By default, does nothing."""
 
     @property
     def digest(self) -> str:
-        """The digest of the newest weights; empty in a run that publishes none."""
+        """Digest of the newest weights; empty in a run that publishes none."""
         return ""
 
     async def publish_again(self, before: int) -> None:
-        """Have the learner rewrite the weight files, if their step is before `before`: damaged or missing files may
-        have caused the fault."""
+        """Rewrite the weight files if their step is before `before`: damaged or missing files may have caused the
+        fault."""
 
     async def move_trainers(self) -> None:
-        """Restart trained functions whose node leaves on other nodes, from the newest checkpoint."""
+        """Stop trained functions on leaving nodes, and restart them elsewhere from the newest checkpoint."""
         await self.trainers.stop_leaving()
         await self.open_weights(await self.restore())
 
     # -- ledger
 
     def _close(self, record: StepRecord, samples: Mapping[str, Sequence[float]]) -> None:
-        """Put the step into the ledger, and emit its metrics."""
+        """Record the step in the ledger, and emit its metrics."""
         self.latest.update(record.metrics)
         others_since_s = self.clock.end(record.step, record.end_s)
         if not self.ledger.has_step(record.step):
@@ -312,7 +313,7 @@ class BaseRun:
 
 
 def warn_of_skipped_updates(record: StepRecord) -> None:
-    """Warn of updates that were skipped: a run without finite gradients goes on and learns nothing."""
+    """Warn of skipped updates: a run without finite gradients continues, but learns nothing."""
     for prefix, section in (("", "optimizer"), ("critic_", "critic.optimizer")):
         if skipped := record.metrics.get(f"{prefix}skipped_updates"):
             what = "step %d: %d update(s) skipped: the gradient was not finite; try a lower %s.learning_rate"

@@ -1,4 +1,4 @@
-"""The driver's ledger: collects holdings and invocations for the trace, adds up the cost, and times the steps."""
+"""The driver's ledger: records holdings and invocations for the trace, adds up the cost, and times the steps."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from rlhfless.scaling.prices import SECONDS_PER_HOUR, Acquired, AcquisitionLags,
 log = logging.getLogger(__name__)
 
 RECENT_CALLS = 512
-"""The time of a load is estimated from this many recent calls: some tens of steps, so that it follows the run."""
+"""Number of recent calls per function from which times are estimated: tens of steps, so that they follow the run."""
 
 NEWEST_CALLS = 512
-"""Most calls in one report to the service: more than a hundred actors make in a second."""
+"""Maximum calls in one report to the service: more than a hundred actors make in a second."""
 
 
 NOTHING = Trace(TraceMeta("", 0, {}, {}, {}))
-"""The trace of earlier attempts of a run that has none."""
+"""The earlier trace of a run without earlier attempts."""
 
 
 def held_s(trace: Trace) -> float:
-    """Time in which the attempts of a trace held devices."""
+    """Return the seconds in which the attempts of a trace held devices."""
     return length(union((holding.start_s, holding.end_s) for holding in trace.holdings))
 
 
 class Ledger:
-    """Collects records; `write` puts them on disk, periodically and at the end."""
+    """Collects the records of a run. They reach the disk with `write`."""
 
     def __init__(self, writer: TraceWriter, prices: PriceBook, earlier: Trace = NOTHING) -> None:
         """`earlier`: the trace of earlier attempts of the run."""
@@ -59,7 +59,7 @@ class Ledger:
         """Calls of the steps in progress."""
         self._newest: deque[Invocation] = deque(maxlen=NEWEST_CALLS)
         self.calls = 0
-        """Calls of this attempt."""
+        """Number of calls in this attempt."""
         self._drawn: dict[int, list[TracedRollout]] = defaultdict(list)
         """Rollouts of the steps in progress, by step."""
         self._holdings = list(earlier.holdings)
@@ -67,17 +67,16 @@ class Ledger:
         self._starts = [holding for holding in earlier.holdings if holding.state is ReplicaState.STARTING]
         self._earlier_device_s = sum(holding.device_s for holding in earlier.holdings if prices.occupies(holding))
         self.earlier_held_s = held_s(earlier)
-        """Time in which earlier attempts held devices."""
+        """Seconds in which earlier attempts held devices."""
         self._device_s = 0.0
         self._since_s: float | None = None
-        """When the first holding of this attempt began."""
+        """Unix time at which the first holding of this attempt began."""
         self._engine_starts = list(started(earlier.decisions))
-        """The seconds of the phases of each engine's start."""
+        """Seconds of each phase, for each engine start."""
         self._lags = AcquisitionLags(prices, Acquired.of(earlier.decisions))
         self._recent: dict[str, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
-        """Add a span of time in which a replica held a device, in one state."""
         self._writer.add_holding(holding)
         self._holdings.append(holding)
         self._device_s += holding.device_s if self.prices.occupies(holding) else 0.0
@@ -87,12 +86,11 @@ class Ledger:
             self._starts.append(holding)
 
     def calls_after(self, count: int) -> list[Invocation]:
-        """The calls after the first `count` of this attempt, the last NEWEST_CALLS of them at most."""
+        """Return the calls after the first `count` of this attempt, at most the last NEWEST_CALLS."""
         newest = list(self._newest)
         return newest[max(len(newest) - (self.calls - count), 0) :]
 
     def add_invocation(self, invocation: Invocation) -> None:
-        """Add a call of a function."""
         self._writer.add_invocation(invocation)
         self._invocations.append(invocation)
         self._calls.append(invocation)
@@ -101,11 +99,11 @@ class Ledger:
         self._recent[invocation.function].append(invocation)
 
     def has_rollouts_of(self, step: int) -> bool:
-        """Whether the step's rollouts are in the trace: then it was interrupted later, and is done again."""
+        """See FleetFigures."""
         return step in self._rollouts_of
 
     def has_step(self, step: int) -> bool:
-        """Whether the step is in the trace."""
+        """Return whether the step is in the trace."""
         return step in self._steps
 
     def add_group(self, step: int, group: Group) -> None:
@@ -118,22 +116,22 @@ class Ledger:
                 self._drawn[step].append(self._writer.add_rollout(step, rollout, sample.scored, prompt_tokens))
 
     def add_decision(self, decision: Decision) -> None:
-        """Add a decision of the scaler, with its inputs."""
         self._engine_starts += started([decision])
         self._writer.add_decision(decision)
 
     def add_acquired(self, acquired: Acquired) -> None:
-        """Add a wait for devices."""
+        """Record a wait for devices."""
         self._lags.add(acquired)
         self.add_decision(acquired.decision(self._step))
 
     def reacquire_s(self, kind: str) -> float:
-        """Expected wait for devices of a kind on a node that is not in the cluster yet: see AcquisitionLags."""
+        """Return the expected wait for devices of a kind on a node that is not in the cluster yet: see
+        AcquisitionLags."""
         return self._lags.lag_s(kind)
 
     def add_step(self, record: StepRecord, others_since_s: float | None = None) -> None:
-        """Add a finished step, and forget its calls, except calls since `others_since_s`, when the other steps in
-        progress began."""
+        """Add a finished step, and forget its calls, except those since `others_since_s`, the start of the other steps
+        in progress."""
         self._steps.add(record.step)
         self._step = record.step
         self._writer.add_step(record)
@@ -142,23 +140,23 @@ class Ledger:
         self._drawn.pop(record.step, None)
 
     def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
-        """Cost of the run up to now, with the holdings that are still open."""
+        """See FleetFigures."""
         return self._closed_usd + sum(
             device_s * self.prices.device(kind).usd_per_hour / SECONDS_PER_HOUR for kind, device_s in _open(pools)
         )
 
     def spent(self, pools: Collection[ReplicaPool]) -> Spent:
-        """What all attempts of the run have spent up to now."""
+        """Return the cost, device-seconds and held seconds of all attempts so far."""
         device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
         held_s = self.earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
         return Spent(self.cost_usd(pools), device_s, held_s)
 
     def records(self) -> tuple[list[Holding], list[Invocation]]:
-        """The records of the run's bill, of all its attempts: holdings that have been closed, and calls."""
+        """Return the closed holdings and the calls of all attempts, for the run's bill."""
         return list(self._holdings), list(self._invocations)
 
     def calls_since(self, at_s: float) -> list[Invocation]:
-        """The calls that had not ended then (unix time), of all attempts."""
+        """Return the calls of all attempts that ended after `at_s` (unix time)."""
         return [call for call in self._invocations if call.end_s > at_s]
 
     def mean_start_s(self, function: str) -> float | None:
@@ -173,25 +171,25 @@ class Ledger:
         return mean_phases(self._engine_starts)
 
     def mean_load_s(self) -> float:
-        """Mean duration of an actor's recent weight loads; 0 if there was none."""
+        """See FleetFigures."""
         loads = [
             call.duration_s for recent in self._recent.values() for call in recent if call.work is Work.LOAD_WEIGHTS
         ]
         return sum(loads) / len(loads) if loads else 0.0
 
     def done_in_step(self, step: int) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
-        """The calls of a step in progress, and its rollouts that are in the ledger."""
+        """See FleetFigures."""
         return tuple(call for call in self._calls if call.step == step), tuple(self._drawn[step])
 
     def step_times(self, begun: StepAttempt, end_s: float) -> StepTimes:
-        """How the time of a step in progress was spent so far."""
+        """Return the time spent in each phase of a step in progress, up to `end_s`."""
         metrics: dict[str, float] = {}
         if begun.recovers:
             metrics["recovery_s"] = max(recovery_until_s(begun.step, begun.tried_s, self._calls) - begun.start_s, 0.0)
         return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._calls)
 
     def write(self, pools: Iterable[ReplicaPool]) -> None:
-        """Write all rows to disk, with the holdings up to now. Raises OSError if the disk is full; the rows are
+        """Write all rows to disk, including open holdings so far. Raises OSError if the disk is full; the rows are then
         kept."""
         self._written_s = time.monotonic()
         for pool in pools:
@@ -202,7 +200,7 @@ class Ledger:
         self._behind = False
 
     def keep_up(self, pools: Iterable[ReplicaPool], lag_s: float) -> None:
-        """Write all rows if none were written for `lag_s`; a full disk is left to `catch_up`."""
+        """Write all rows if the last write is at least `lag_s` ago. On a full disk only warn; `catch_up` retries."""
         if time.monotonic() - self._written_s >= lag_s:
             try:
                 self.write(pools)
@@ -210,17 +208,17 @@ class Ledger:
                 log.warning("the trace could not be written; the end of the step tries again: %s", error)
 
     def catch_up(self, pools: Iterable[ReplicaPool]) -> None:
-        """Write the rows that could not be written before. Raises OSError if the disk is still full."""
+        """Retry a failed write. Raises OSError if the disk is still full."""
         if self._behind:
             self.write(pools)
 
     def close(self) -> None:
-        """Write the remaining rows."""
+        """Write the remaining rows, and close the writer."""
         self._writer.close()
 
 
 def _open(pools: Iterable[ReplicaPool]) -> Iterator[tuple[str, float]]:
-    """Device kind and device-seconds of the holdings that are not closed yet."""
+    """Yield the device kind and device-seconds of each open holding."""
     for pool in pools:
         for replica in pool.replicas():
             yield from replica.open_device_s.items()
@@ -228,35 +226,38 @@ def _open(pools: Iterable[ReplicaPool]) -> Iterator[tuple[str, float]]:
 
 @dataclass(slots=True)
 class StepAttempt:
-    """When a step began. Times are unix times."""
+    """The start times of a step's attempt, in unix time."""
 
     step: int
     start_s: float
-    """Begin of its first try, or the end of the step before, if that was later: the times of steps do not overlap."""
+    """Start of its first attempt, or the end of the previous step if that was later, so that steps do not overlap."""
     tried_s: float
-    """Begin of the current try."""
+    """Start of the current attempt."""
     recovers: bool
-    """Whether the step is done again after a fault, or began while no generation actor was up. The time until the first
-    work of this try then counts as recovery."""
+    """Whether the step is repeated after a fault, or started while no generation actor was up. The time until the first
+    work of this attempt then counts as recovery."""
 
 
 class StepClock:
-    """When steps begin. A step begins at the end of the step before it, so that closing the previous step is counted in
-    this one, unless other work came between. A step that is done again counts from its first try, and one that is drawn
-    while another is learned from the end of that one: so all steps together are the time of the run."""
+    """Times the steps, so that the steps add up to the time of the run.
+
+    A step starts at the end of the previous one, unless other work came in between; it includes the closing of the
+    previous step. A repeated step counts from its first attempt. A step that is generated while another one is learned
+    counts from the end of that one.
+    """
 
     def __init__(self) -> None:
         self._first_s: dict[int, float] = {}
-        """When the first try of each step that has not ended began, by step."""
+        """Start of the first attempt of each unfinished step."""
         self._last: dict[int, StepAttempt] = {}
-        """The last try of each of these steps."""
+        """The last attempt of each unfinished step."""
         self._ended = 0
-        """The last step that has ended; steps up to it may be taken again by a new learner, and end again."""
+        """The highest step that has ended. A new learner may repeat steps up to it, which then end again."""
         self._ended_s: float | None = None
-        """When a step ended last; None if other work than closing it came after."""
+        """End of the last step; None if work other than closing it came after."""
 
     def begin(self, step: int, *, fleet_is_up: bool) -> StepAttempt:
-        """Record that a step begins, or is done again."""
+        """Record the start of a step, or of a repetition, and return the attempt."""
         now_s, before = time.time(), self._last.get(step)
         first_s = now_s if self._ended_s is None else self._ended_s
         start_s = first_s if before is None else before.start_s
@@ -266,17 +267,17 @@ class StepClock:
         return begun
 
     def interrupt(self) -> None:
-        """Record work that belongs to no step, such as an evaluation."""
+        """Record the start of work that belongs to no step, such as an evaluation."""
         self._ended_s = None
 
     def resume(self) -> None:
-        """Record the end of the work between two steps: if it belongs to no step, the time of a step that is drawn
-        already counts from here."""
+        """Record the end of the work between two steps. If it belonged to no step, steps that are already being
+        generated count from here."""
         if self._ended_s is None:
             self._move_starts(time.time())
 
     def end(self, step: int, end_s: float) -> float:
-        """Record the end of a step. Returns when the earliest other step in progress began; `end_s` if there is
+        """Record the end of a step; return the start of the earliest other step in progress, or `end_s` if there is
         none."""
         self._first_s.pop(step, None)
         self._last.pop(step, None)

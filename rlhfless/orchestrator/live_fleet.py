@@ -1,9 +1,9 @@
-"""The live fleet as policies see it: slots with prices and measured times, their replicas, starts and releases.
+"""The policies' view of the live fleet: slots with prices and measured times, their replicas, starts and releases.
 
-A slot has an allocation of the placement. Functions on a device hold shares of it at the same time, or take turns by
-themselves (rlhfless.fleet.turns): a policy does not decide that. Samples that migrate recompute their KV. The learner
-is never released, so its devices are paid for throughout.
-The price of an actor is the saving of its release, so in a fleet that never changes it is 0.
+A slot has an allocation of the placement. Functions on the same device hold shares of it or take turns
+(rlhfless.fleet.turns); policies have no part in that. Migrated samples recompute their KV. The learner is never
+released, so its devices are paid for throughout. The price of an actor is the saving if it is released; in a fixed
+fleet, it is 0.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ FILE = "starts.json"
 
 
 class EngineStarts:
-    """The expected starts of one run's engines."""
+    """Expected start times of a run's engines, learned over runs and kept in a file."""
 
     def __init__(self, spec: RunSpec, shape: ModelShape | None) -> None:
         self._spec = spec
         self._shape = shape
 
     def expected_s(self, kind: str) -> float:
-        """Seconds on devices of a kind, up to the first load of the run's weights."""
+        """Return the seconds of a start on devices of a kind, excluding the first load of the run's weights."""
         return sum(self.expected(kind).values())
 
     def expected(self, kind: str) -> dict[str, float]:
-        """The seconds of each phase, by StartPhase."""
+        """Return the seconds of each phase of a start, by StartPhase."""
         kept = _kept().get(self._key(kind))
         if kept is not None:
             return kept
@@ -58,13 +58,13 @@ class EngineStarts:
         return start_phases(self._shape)
 
     def expected_load_s(self, kind: str) -> float:
-        """Seconds in which an engine loads a version; 0 where nothing is known of it."""
+        """Return the seconds of a weight load; 0 if unknown."""
         if kind == CPU_KIND or self._shape is None:
             return 0.0
         return load_s(self._shape, self._spec.generation.engine.devices_per_actor)
 
     def keep(self, kind: str, phases: Mapping[str, float]) -> None:
-        """Keep the measured seconds of each phase. If they cannot be kept, the next run begins with the prior."""
+        """Save the measured seconds of each phase, averaged with earlier ones. Errors of the file are only logged."""
         kept = _kept()
         kept[self._key(kind)] = mean_phases([phases, kept.get(self._key(kind), phases)])
         file = _file()
@@ -88,7 +88,7 @@ def _file() -> Path:
 
 
 def _kept() -> dict[str, dict[str, float]]:
-    """The kept seconds by engine; empty if there is no file, or it cannot be read."""
+    """Return the saved seconds of each phase, by engine; empty if there is no file, or it cannot be read."""
     try:
         values = json.loads(_file().read_text("utf-8"))
         return {key: {str(phase): float(s) for phase, s in phases.items()} for key, phases in values.items()}
@@ -100,41 +100,41 @@ def _kept() -> dict[str, dict[str, float]]:
 
 
 NODE = "cluster"
-"""The node of every slot: devices do not say which node they are on."""
+"""The node of every slot: policies do not distinguish nodes."""
 
 
 class FleetFigures(Protocol):
-    """The ledger of a run (rlhfless.orchestrator.ledger), as scaling uses it."""
+    """The part of a run's ledger (rlhfless.orchestrator.ledger) that scaling uses."""
 
     prices: PriceBook
 
     def mean_start_s(self, function: str) -> float | None:
-        """Mean duration of the function's cold starts; None if there was none."""
+        """Return the mean duration of the function's cold starts; None if there was none."""
 
     def mean_start_phases(self) -> dict[str, float]:
-        """The mean seconds of each phase of the engines' starts, by StartPhase; empty if there was no start."""
+        """Return the mean seconds of each phase of the engines' starts, by StartPhase; empty if there was none."""
 
     def mean_load_s(self) -> float:
-        """Mean duration of an actor's recent weight loads; 0 if there was none."""
+        """Return the mean duration of recent weight loads of actors; 0 if there was none."""
 
     def reacquire_s(self, kind: str) -> float:
-        """Expected time until devices of a kind are there whose node has to come; not billed."""
+        """Return the expected, unbilled wait for devices of a kind whose node must first join the cluster."""
 
     def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
-        """Cost of the run up to now, with the holdings of these pools that are still open."""
+        """Return the cost of the run so far, including the open holdings of these pools."""
 
     def has_rollouts_of(self, step: int) -> bool:
-        """Whether the step's rollouts are in the trace: then it was interrupted later, and is done again."""
+        """Return whether the step's rollouts are in the trace, as in a step that is repeated after an interruption."""
 
     def done_in_step(self, step: int) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
-        """The calls of a step in progress, and its rollouts that are in the ledger."""
+        """Return the calls and the recorded rollouts of a step in progress."""
 
     def add_decision(self, decision: Decision) -> None:
-        """Add a decision of the scaler, with its inputs."""
+        """Record a decision of the scaler."""
 
 
 class LiveFleet:
-    """All slots of a run: first the slots of its generation actors, then one for each other function."""
+    """All slots of a run: first those of its generation actors, then one for each other function."""
 
     def __init__(
         self,
@@ -146,14 +146,15 @@ class LiveFleet:
         max_model_len: int,
         starts: EngineStarts | None = None,
     ) -> None:
-        """`pools`: the pool of the generation actors first. Every other pool but that of prefill, which is scaled by
-        what waits there (rlhfless.orchestrator.prompt_kv) and of which policies see nothing, has one replica."""
+        """`pools`: the pool of the generation actors first. The others have one replica each, except for the pool of
+        prefill actors. That pool scales with its queue (rlhfless.orchestrator.prompt_kv), and policies do not see
+        it."""
         self._spec = spec
         self._call = call
         self._actors = pools[0]
         self._pools = [pool for pool in pools if pool.kind.role is not FunctionRole.PREFILLS]
         self._unusable: frozenset[int] = frozenset()
-        """Actors' slots whose devices another run has."""
+        """Slots of actors whose devices another run has."""
         self._prefill = [pool for pool in pools if pool.kind.role is FunctionRole.PREFILLS]
         self._slots = [(pool, number) for pool in self._pools for number in range(len(pool.allocations))]
         self._ledger = ledger
@@ -162,23 +163,23 @@ class LiveFleet:
         self._starts = starts or EngineStarts(spec, None)
 
     def keep_starts(self) -> None:
-        """Keep the time of the engines' starts for later runs."""
+        """Save the measured start times of the engines for later runs."""
         phases = self._ledger.mean_start_phases()
         if phases and self._actors.allocations:
             self._starts.keep(self._actors.allocations[0].devices[0].kind, phases)
 
     def slot_of(self, function: str) -> int:
-        """The slot of a function that has one replica."""
+        """Return the slot of a function that has one replica."""
         return next(slot for slot, (pool, _) in enumerate(self._slots) if pool.function == function)
 
     def kinds(self) -> dict[str, str]:
-        """Device kinds of the engines, by name."""
+        """Return the device kinds of the engines, by name of the replica."""
         engines = (actor for pool in (self._actors, *self._prefill) for actor in pool.replicas())
         return {actor.name: actor.allocation.devices[0].kind for actor in engines}
 
     def limit_actors(self, most: int) -> None:
-        """Use at most so many slots for generation actors from now on; actors at others are released. Between steps
-        only: a policy's step has the slots that it began with."""
+        """Limit the slots of generation actors to `most`, and release the actors at other slots. Call it only between
+        steps: the slots of a step do not change."""
         slots = range(len(self._actors.allocations))
         in_use_first = sorted(slots, key=lambda slot: (not self._actors.expects(slot), slot))
         self._unusable = frozenset(in_use_first[most:])
@@ -187,7 +188,7 @@ class LiveFleet:
                 self._actors.release(slot)
 
     def view(self) -> FleetView:
-        """The slots, with the best figures known so far."""
+        """Return the slots with the best estimates so far."""
         return FleetView(
             replica_slots=tuple(replica_slot for pool in self._pools for replica_slot in self._replica_slots(pool)),
             load_s=self._ledger.mean_load_s() or max(map(self._starts.expected_load_s, self._kinds()), default=0.0),
@@ -199,7 +200,7 @@ class LiveFleet:
         )
 
     def slots(self, table: InFlightSamples) -> tuple[SlotView, ...]:
-        """The state of each slot, and its number of samples."""
+        """Return the state of each slot, and its number of samples."""
         actors = len(self._actors.allocations)
         return tuple(
             SlotView(pool.state(number), *(table.counts(slot) if slot < actors else ()))
@@ -207,13 +208,13 @@ class LiveFleet:
         )
 
     def expects(self, slot: int) -> bool:
-        """Whether a generation actor is up or starting at a slot."""
+        """Return whether a generation actor is up or starting at a slot."""
         return slot < len(self._actors.allocations) and self._actors.expects(slot)
 
     def start(self, slot: int, at_s: float | None, step: int) -> None:
-        """Carry out rlhfless.scaling.policy.Start, in the background, at once or later. Raises PolicyFault.
+        """Carry out rlhfless.scaling.policy.Start in the background. Raises PolicyFault.
 
-        A lost learner is started by the run's recovery, because it must load a checkpoint.
+        Ignored for the learner: recovery starts it, because it must load a checkpoint.
         """
         pool, number = self._slots[slot]
         if pool.kind.role is FunctionRole.UPDATES:
@@ -223,8 +224,8 @@ class LiveFleet:
         pool.start(number, self._at(step), at_s)
 
     def release(self, slot: int, step: int) -> None:
-        """Carry out rlhfless.scaling.policy.Release. A replica that the spec's bounds keep is not released, and the
-        ledger records that. Raises PolicyFault."""
+        """Carry out rlhfless.scaling.policy.Release. If the spec's bounds require the replica, keep it and record that
+        in the ledger. Raises PolicyFault."""
         pool, number = self._slots[slot]
         if pool.kind.role is FunctionRole.UPDATES:
             raise PolicyFault(f"slot {slot} is released: it is the learner's, which keeps the run's state")
@@ -234,7 +235,7 @@ class LiveFleet:
             self._note(step, "keep", f"slot {slot} stays", pool)
 
     def idle(self, function: str, step: int) -> None:
-        """Release a function's idle replica if the spec does not allow it. Called after the policy has decided."""
+        """Release a function's idle replica if the spec forbids idle ones. Called after the policy's decision."""
         slot = self.slot_of(function)
         pool, number = self._slots[slot]
         if not pool.bounds.idle and pool.expects(number):
@@ -249,8 +250,8 @@ class LiveFleet:
         return Call(self._call.run_id, self._call.attempt, step)
 
     def _replica_slots(self, pool: ReplicaPool) -> list[ReplicaSlot]:
-        """The slots of a pool. A start takes as long as the pool's starts have taken on average, and before the first
-        one as long as an engine's is expected to."""
+        """Return the slots of a pool. The expected start time is the mean of the pool's starts; before the first one,
+        it is the estimate for the engine."""
         function, samples = pool.function, pool is self._actors
         measured_s = self._ledger.mean_start_s(function)
         kinds = {allocation.devices[0].kind for allocation in pool.allocations} if samples else ()
@@ -279,23 +280,23 @@ class LiveFleet:
         return self._ledger.reacquire_s(pool.allocations[number].devices[0].kind) if pool.must_come(number) else 0.0
 
     def _terms(self) -> RentalTerms:
-        """The terms of the actors' devices, by the price book and by the waits that were measured."""
+        """Return the rental terms of the actors' devices, from the price book and the measured waits."""
         kinds = self._kinds()
         prices = [self._ledger.prices.device(kind) for kind in sorted(kinds)]
         lag_s = max(self._ledger.reacquire_s(kind) for kind in kinds)
         return RentalTerms.of([price.billing for price in prices], lag_s)
 
     def _kinds(self) -> set[str]:
-        """The kinds of the actors' devices."""
+        """Return the kinds of the actors' devices."""
         return {device.kind for allocation in self._actors.allocations for device in allocation.devices}
 
     def _is_kept(self, pool: ReplicaPool) -> bool:
-        """Whether a release in the pool saves nothing, because there is none."""
+        """Return whether policies never release replicas of the pool."""
         fixed = pool is self._actors and self._spec.scaling.generation.fixed
         return fixed or pool.kind.role in (FunctionRole.UPDATES, FunctionRole.PREFILLS)
 
     def _kept_usd_per_s(self, pool: ReplicaPool) -> float:
-        """The cost of the pool that no release saves."""
+        """Return the part of the pool's cost that releases do not save."""
         rate: Rate = "usd_per_hour" if self._is_kept(pool) else "released_usd_per_hour"
         return sum(self._ledger.prices.usd_per_s(allocation.shared, rate) for allocation in pool.allocations)
 
@@ -305,7 +306,7 @@ class LiveFleet:
         reported = [actor.info.kv_capacity_tokens for actor in alike if actor.info]
         return EngineLimits(
             model=self._speeds.model(kind),
-            # Until an engine has reported the size of its KV cache, only its limit of sequences is known.
+            # Until an engine reports the size of its KV cache, only its sequence limit is known.
             kv_capacity_tokens=max(reported, default=0) or limits.sequence_limit * self._max_model_len,
             max_sequences=limits.sequence_limit,
         )

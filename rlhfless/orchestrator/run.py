@@ -1,4 +1,4 @@
-"""A run that generates what it learns from: engines, published weights and an algorithm. Each stage of a step is one
+"""A run that learns from generated samples: engines, published weights and an algorithm. Each stage of a step is a
 method."""
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 
 class AlgorithmState:
-    """The settings of the steps around the current one."""
+    """The algorithm's settings, which adapt from step to step."""
 
     def __init__(self, settings: AlgorithmSpec) -> None:
         self._first = settings
         self._settings: dict[int, AlgorithmSpec] = {}
-        """By step, for the last learned step and the next; empty before the first."""
+        """Settings of the last learned step and the next one, by step; empty before the first."""
 
     def _at(self, step: int) -> AlgorithmSpec:
         return self._settings.get(step, self._first)
@@ -61,12 +61,12 @@ class AlgorithmState:
         return {} if kl is None else {"kl_coefficient": kl.coefficient}
 
     def coefficient_after(self, step: int) -> float | None:
-        """Return the KL coefficient of the step after `step` for a checkpoint, or None if it follows no target."""
+        """Return the KL coefficient of the step after `step`, for a checkpoint; None if it is not adaptive."""
         kl = adaptive_kl(self._at(step + 1))
         return None if kl is None else kl.coefficient
 
     def restore(self, step: int, coefficient: float | None) -> None:
-        """Resume from a checkpoint of `step` with what `coefficient_after` returned, or from the start."""
+        """Resume after `step` with the result of `coefficient_after`; with None, use the spec's settings."""
         self._settings = {} if coefficient is None else {step + 1: with_kl_coefficient(self._first, coefficient)}
 
 
@@ -77,9 +77,8 @@ class StepContext:
     begun: StepAttempt
     request: RolloutRequest
     oldest: int
-    """Step of the oldest weights that may generate its samples: the newest weights when it started."""
+    """Step of the oldest weights that may generate its samples: those that were newest when it started."""
     stage: GenerationStage | None = None
-    """Its generation stage, once started."""
 
     @property
     def step(self) -> int:
@@ -92,7 +91,7 @@ class StepContext:
 
 
 HELD_OUT_SEED_STEP = -1
-"""All evaluations draw with the same seeds, so that they differ by the weights alone."""
+"""All evaluations generate with the same seeds, so that they differ only in the weights."""
 
 
 _GroupKey = tuple[str, tuple[int, ...]]
@@ -105,22 +104,20 @@ def _key(group: Group) -> _GroupKey:
 
 @dataclass(kw_only=True)
 class RLRun(BaseRun):
-    """A run that generates what it learns from."""
+    """A run that learns from samples that it generates."""
 
     weights: ActorWeights
     scaler: Scaler
     history: PromptHistory
     """The lengths, signals and responses of each prompt so far."""
     evaluated_samples: Callable[[int, Experience, Experience], None] = lambda *_: None
-    """Called with the step and the scored samples of an evaluation, sampled and greedy."""
+    """Called after an evaluation with the step and the scored samples: sampled, then greedy."""
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
     algorithms: AlgorithmState = field(init=False)
-    """The algorithm with its settings at each step."""
-
     versions: VersionGate = field(init=False)
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
-    """Per-token outputs of the groups of steps in progress, by step and name."""
+    """Per-token outputs for groups of steps in progress, by step and name of the output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,7 +126,6 @@ class RLRun(BaseRun):
 
     @property
     def generation(self) -> ReplicaPool:
-        """The generation actors."""
         (pool,) = self.with_role(FunctionRole.SAMPLES)
         return pool
 
@@ -142,7 +138,7 @@ class RLRun(BaseRun):
 
     @property
     def published(self) -> PublishedWeights:
-        """The newest weights; first set by `open_weights`."""
+        """The newest published weights; first set by `open_weights`."""
         return self.versions.newest
 
     @published.setter
@@ -161,7 +157,7 @@ class RLRun(BaseRun):
     # -- generation
 
     def begin(self, step: int) -> StepContext:
-        """Start an attempt of a step; the context has its samples and their seeds."""
+        """Start an attempt of a step: choose its samples and their seeds."""
         begun = self.clock.begin(step, fleet_is_up=bool(self.generation.settled()))
         context = self.under_way[step] = StepContext(begun, self._request_of(step), self.published.version.step)
         return context
@@ -181,7 +177,7 @@ class RLRun(BaseRun):
         )
 
     def held_out_request(self, step: int, *, greedy: bool) -> RolloutRequest:
-        """The samples of an evaluation."""
+        """Return the samples of an evaluation."""
         spec = self.spec
         return RolloutRequest(
             call=self.call(step),
@@ -194,9 +190,9 @@ class RLRun(BaseRun):
         )
 
     def generate(self, request: RolloutRequest, *, again: bool = False) -> GenerationStage:
-        """Make the generation stage of a step, of its redraws (`again`), or of an evaluation, which uses no journal.
+        """Create the generation stage of a step, of its redraws (`again`), or of an evaluation, which uses no journal.
 
-        The trace is written while the engines work.
+        The ledger writes the trace when the engines have started to work.
         """
         stage = GenerationStage(
             self.generation,
@@ -213,14 +209,14 @@ class RLRun(BaseRun):
         return stage
 
     def _no_weights(self) -> str:
-        """Say why no actor can load the newest weights any more; empty if one can."""
+        """Return why actors cannot load the newest weights; empty if they can."""
         served = "://" in self.published.location
         return "the learner, which serves them, was lost" if served and not self.learner.replicas() else ""
 
     # -- functions that work on complete groups
 
     def scoring_of(self, call: Call) -> ScoreGroups:
-        """Make the scoring stage of a step. A released replica is restarted, which the ledger records."""
+        """Create the scoring stage of a step. It restarts released replicas."""
 
         async def parts(pool: ReplicaPool, groups: Sequence[Group]) -> ScoredGroups:
             return await self.work(await pool.ready(call), Work.SCORE, "score", call, groups)
@@ -233,10 +229,11 @@ class RLRun(BaseRun):
         return score
 
     def columns_of(self, call: Call, *, learned: bool = False) -> dict[str, ComputeColumn]:
-        """Make the stages that compute per-token outputs, by name: during generation, or with `learned` after it.
+        """Create the stages that compute per-token outputs, by name of the output.
 
-        `learned=True` gives those of functions that train while the step is generated, such as a critic. A repeated
-        step reuses its values: the function may have learned from them since.
+        `learned=False`: stages that run during generation. `learned=True`: stages that must run after it, because their
+        functions train while the step is generated, such as a critic with an asynchronous schedule. A repeated step
+        reuses its values, because the function may have learned from them since.
         """
 
         def stage(pool: ReplicaPool) -> ComputeColumn:
@@ -259,27 +256,26 @@ class RLRun(BaseRun):
         }
 
     def release_idle(self, step: int) -> None:
-        """Let the policy keep or release the helpers, whose work of this step is done."""
+        """Let the policy keep or release the helpers, which have finished their work in this step."""
         for pool in self.helpers:
             self.scaler.idle(pool.function, step)
 
     # -- learner
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
-        """Compute old logprobs `[tokens]`: of the policy before the step's first update."""
+        """Compute the old logprobs `[tokens]`, of the policy before the step's first update."""
         return await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
 
     async def average(self) -> PublishedWeights | None:
-        """Publish the average of the learner's weights; None if it keeps none."""
+        """Publish the average of the learner's weights; return None if the learner keeps no average."""
         if self.spec.learner.average_decay is None:
             return None
         return await self.publish(self.call(self.published.version.step), averaged=True)
 
     async def publish(self, call: Call, *, sent: asyncio.Event | None = None, **form: bool) -> PublishedWeights:
-        """Write the learner's weights to the store, as the version of `call`'s step; with `averaged`, their average.
+        """Write the learner's weights to the store as the version of `call`'s step; with `averaged=True`, the average.
 
-        If it is called together with `learn` of that step, the learner runs both in order, with no round trip to the
-        driver in between.
+        Concurrently with `learn` of that step, the learner runs both in order without a round trip to the driver.
         """
         return await self.work(self._the_learner, Work.PUBLISH, "publish", call, **form, sent=sent)
 
@@ -295,7 +291,7 @@ class RLRun(BaseRun):
 
     async def restore(self) -> int:
         """See BaseRun."""
-        self._columns.clear()  # of weights that are restored
+        self._columns.clear()  # they belong to the weights before the restore
         step = await super().restore()
         newest = self.checkpoints.newest()
         self.algorithms.restore(step, newest.notes.kl_coefficient if newest else None)
@@ -310,7 +306,7 @@ class RLRun(BaseRun):
     # -- ledger
 
     def record_rollouts(self, step: int, experience: Experience) -> None:
-        """Put the rollouts into ledger and history, and update the engines' speeds. A repeated step counts once."""
+        """Add the rollouts to ledger and history, and update the engines' speeds. A repeated step counts once."""
         if not self.ledger.has_rollouts_of(step):
             for group in experience.groups:
                 self.ledger.add_group(step, group)
@@ -318,7 +314,7 @@ class RLRun(BaseRun):
             self.scaler.learn_speeds(step)
 
     def close_step(self, record: StepRecord, experience: Experience) -> None:
-        """Put the step into the ledger, and emit its metrics."""
+        """Record the end of a step, and emit its metrics."""
         self.scaler.end_step(record)
         self._close(record, {"response_tokens": [sample.model_tokens for sample in experience.samples]})
         self.under_way.pop(record.step, None)

@@ -1,4 +1,4 @@
-"""From a checked spec to a run in progress; everything is closed again at its end."""
+"""Open a run from a checked spec: start or join Ray, start its functions, and close everything at its end."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ from rlhfless.util.tasks import gather_or_cancel, is_stopping, to_the_end
 log = logging.getLogger(__name__)
 
 REMOVE_S = 10.0
-"""Longest wait for the nodes of a cluster to remove a run's weights: seconds to start a process, none for the files."""
+"""Timeout for the nodes to remove a run's weights: a process takes seconds to start; the removal is immediate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The inputs of a driver. The folder is the run's own; if it holds earlier attempts, they are resumed."""
+    """The inputs of a driver. `folder` belongs to the run; if it has earlier attempts, the run resumes from them."""
 
     spec: RunSpec
     prepared: Prepared
@@ -84,8 +84,8 @@ class Session:
 
 @asynccontextmanager
 async def open_session(session: Session) -> AsyncIterator[tuple[BaseRun, int]]:
-    """The run with its fleet up and its weights served, and the step to begin with (0: the evaluation before step
-    1)."""
+    """Yield the run, with its fleet started and its weights loaded, and its first step. Step 0 is the evaluation before
+    step 1."""
     with contextlib.closing(Journal(session.folder / JOURNAL_FILE)) as journal:
         attempt, trace = journal.begin_attempt(), session.folder / TRACE_FOLDER
         earlier = read_trace(trace, tokens=False) if attempt > 1 and trace.exists() else None
@@ -101,7 +101,7 @@ async def open_session(session: Session) -> AsyncIterator[tuple[BaseRun, int]]:
             await _reach_nodes(session, code)
             if joined:
                 session = await _resolve_for_devices(session, cluster)
-            # Opened here, because the trace keeps the spec as the devices have settled it.
+            # The ledger records the spec, so it is opened after the spec is resolved for the devices.
             with contextlib.closing(_ledger(session, prices, attempt, earlier)) as ledger:
                 async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
                     yield under_way
@@ -110,7 +110,7 @@ async def open_session(session: Session) -> AsyncIterator[tuple[BaseRun, int]]:
 
 
 async def _reach_nodes(session: Session, code: Path | None) -> None:
-    """Bring code and models to the nodes of the cluster. Raises CodeNotThere, ModelNotThere."""
+    """Check the user's code on all nodes of the cluster, and fetch models there. Raises CodeNotThere, ModelNotThere."""
     spec = session.spec
     if spec.placement.ray_address and targets(spec):
         with session.console.waiting("importing your modules on every node"):
@@ -121,9 +121,9 @@ async def _reach_nodes(session: Session, code: Path | None) -> None:
 
 
 async def _resolve_for_devices(session: Session, cluster: Cluster) -> Session:
-    """The session with everything that the devices of a joined cluster decide; the run's folder keeps the spec.
+    """Resolve the settings that depend on the devices of a joined cluster, and save the spec to the run's folder.
 
-    Raises PlacementError if there are no devices, and InputError if they cannot hold the run.
+    Raises PlacementError if there are no devices, and InputError if the run does not fit on them.
     """
     spec = session.spec
     kind, count = devices_of(spec, await cluster.nodes(spec.placement.kind))
@@ -157,7 +157,7 @@ async def _fleet(
     nodes = await cluster.nodes(spec.placement.kind)
     placement = place_run(spec, nodes)
     folders = store_folders(spec, session.run_id)
-    if spec.placement.ray_address:  # of this machine, preflight knows
+    if spec.placement.ray_address:  # preflight has checked this machine
         await require_room(spec, session.prepared, placement, nodes, folders)
     devices = RunDevices(cluster, placement, call, spec, session.priority, session.console.stage)
     devices.acquired = ledger.add_acquired
@@ -177,7 +177,7 @@ async def _fleet(
     actors = session.host.began(run, devices.held)
     if actors is not None and scaler is not None:
         scaler.fleet.limit_actors(actors)
-    # On a joined cluster the folders may be on another machine: the learner removes them when its lease runs out.
+    # On a joined cluster the folders may be on another machine: the learner removes them when its lease expires.
     with contextlib.nullcontext() if spec.placement.ray_address else shm_cleanup(folders):
         try:
             yield run, await _begin(session, run, cluster, devices, turns, earlier.decisions if earlier else ())
@@ -227,7 +227,7 @@ def _run_of(
 
 
 async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool) -> None:
-    """Remove the run's weights, here or on all nodes: shared memory outlives the processes that wrote to it."""
+    """Remove the run's weights here or on all nodes. Shared memory outlives the processes that wrote it."""
     names = [str(folder) for folder in folders]
     if everywhere and not cluster.lost:
         await asyncio.to_thread(on_each_node, remove_folders, names, timeout_s=REMOVE_S)
@@ -250,10 +250,10 @@ async def _begin(
     turns: Sequence[Turns],
     earlier: Sequence[Decision],
 ) -> int:
-    """Bring the fleet up; returns the first step. `earlier`: the decisions of earlier attempts.
+    """Start the fleet, and return the first step. `earlier`: the decisions of earlier attempts.
 
-    If the run has been up before, a process that dies meanwhile is replaced. A first start that fails is not repeated,
-    because it would fail again.
+    A resumed run retries after a fault, up to `recovery.per_step` times. A first attempt does not, because it would
+    fail again.
     """
     left = await cluster.running(f"{run.run_id}-")
     await devices.adopt()
@@ -275,9 +275,9 @@ async def _begin(
 
 
 async def start_functions(run: RLRun, actors: int) -> None:
-    """Start the fewest replicas that a run needs, all at once, but engines on shared GPUs last.
+    """Start the minimum of replicas that a run needs, in parallel, except that engines on shared GPUs start last.
 
-    While an engine measures free memory, what its neighbours allocate counts as its own.
+    An engine that measures free memory counts concurrent allocations of other processes as its own.
     """
     others = (*run.helpers, *run.trainers.pools)
     ready = [pool.ready(run.call(0)) for pool in others]
@@ -299,7 +299,7 @@ def _on_one_gpu(pool: ReplicaPool, others: Sequence[ReplicaPool]) -> bool:
 
 
 async def _start(session: Session, run: BaseRun) -> int:
-    """Start the missing replicas of the fleet, and load the weights to continue from; returns the first step."""
+    """Start the missing replicas, load the weights to continue from, and return the first step."""
     step = await (_start_rl(session, run) if isinstance(run, RLRun) else _start_learning(session, run))
     if step:
         session.console.show(f"resumed after step {step}, attempt {run.attempt}")
@@ -307,7 +307,7 @@ async def _start(session: Session, run: BaseRun) -> int:
 
 
 async def _start_learning(session: Session, run: BaseRun) -> int:
-    """Start a run without actors; returns the step to continue from."""
+    """Start a run without actors, and return the last learned step."""
     with session.console.waiting("starting the learner and helpers"):
         await gather_or_cancel(*(pool.ready(run.call(0)) for pool in (*run.helpers, *run.trainers.pools)))
     with session.console.waiting("loading the weights to continue from"):
@@ -315,7 +315,7 @@ async def _start_learning(session: Session, run: BaseRun) -> int:
 
 
 async def _start_rl(session: Session, run: RLRun) -> int:
-    """Start a run with actors, and load the weights into them; returns the step to continue from."""
+    """Start a run with actors, load the weights into them, and return the last learned step."""
     actors = session.spec.scaling.generation.min_actors
     with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
         await start_functions(run, actors)

@@ -1,17 +1,17 @@
-"""Sync weights: which version a step generates with (`VersionGate`), and verified loads into the actors.
+"""Sync weights: choose the version that a step generates with (`VersionGate`), and load it into actors with checks.
 
-Engines that load between steps have one version for all samples in progress:
+Engines that load between steps use one version for all samples in progress:
 
     async with versions.generating(oldest=3) as published:
         ...   # engines may be synced to `published`, and keep it
 
-A step with the current version joins the others. A step with another version waits until these have ended, and later
-steps wait for it, so none waits for ever. The version is the newest at the end of the wait. Engines that load in flight
-need no gate, except for weights that are no version of the run, such as their average: these are never mixed with
-others. A new learner repeats earlier steps and publishes their weights again; a later step, for which they are too old,
-waits for newer ones without holding up the others.
+A step that uses the current version joins the steps in progress. A step that needs another version waits until these
+have ended, and later steps queue behind it, so no step starves. It gets the newest version at the end of its wait.
+Engines that load in flight need no gate, except for weights that are not a version of the run, such as its average:
+these are never mixed with others. A new learner repeats earlier steps and publishes their weights again; a step for
+which these are too old waits for newer ones without blocking other steps.
 
-An actor serves only after a verified load by `ActorWeights`. With `weights.transport: cuda_ipc` the learner's ranks
+An actor serves only after a verified load by `ActorWeights`. With `weights.transport: cuda_ipc`, the learner's ranks
 feed the engines on their GPUs during the load (rlhfless.weights.buckets); loads that start together share a feed.
 """
 
@@ -39,21 +39,21 @@ log = logging.getLogger(__name__)
 
 
 class VersionGate:
-    """The newest weights of a run, and the version that engines generate with."""
+    """Tracks the newest weights of a run, and the version that engines generate with."""
 
     def __init__(self, *, in_flight: bool = False) -> None:
         self._in_flight = in_flight
         self._newest: PublishedWeights | None = None
         self._in_use: PublishedWeights | None = None
         self._apart = False
-        """Whether the weights in use are no version of the run."""
+        """Whether the weights in use are not a version of the run, such as its average."""
         self._users = 0
-        self._entrance = asyncio.Lock()  # serves in the order of arrival
+        self._entrance = asyncio.Lock()  # first come, first served
         self._changed = asyncio.Event()
 
     @property
     def newest(self) -> PublishedWeights:
-        """The weights that were published last."""
+        """The weights published last."""
         assert self._newest is not None, "the first version is published before generation starts"
         return self._newest
 
@@ -64,7 +64,7 @@ class VersionGate:
 
     @contextlib.asynccontextmanager
     async def generating(self, oldest: int, apart: PublishedWeights | None = None) -> AsyncIterator[PublishedWeights]:
-        """Hold one version within the block: of step `oldest` or later, or `apart`."""
+        """Hold a version within the block: the newest, once it is of step `oldest` or later, or `apart` if given."""
         published = None
         while published is None:
             await self._until(lambda: self.newest.version.step >= oldest)
@@ -76,12 +76,12 @@ class VersionGate:
             self._changed.set()
 
     async def newer_than(self, version: WeightVersion) -> PublishedWeights:
-        """Wait for a version of a later step; a new learner publishes earlier ones again."""
+        """Wait for a version of a later step. Versions that a new learner publishes again do not count."""
         await self._until(lambda: self.newest.version.step > version.step)
         return self.newest
 
     async def _enter(self, oldest: int, apart: PublishedWeights | None) -> PublishedWeights | None:
-        """Join when the newest version may be used; None if it has become too old meanwhile."""
+        """Wait until the newest version may be used, and join its users; return None if it is now too old."""
         async with self._entrance:
             mixed = self._in_flight and apart is None
             await self._until(
@@ -100,7 +100,7 @@ class VersionGate:
 
 
 TOGETHER_S = 0.05
-"""Loads that begin within this time share a feed: those of a sync begin at once."""
+"""Loads that start within this time share a feed. The loads of a sync start together."""
 
 OFFER_POLL_S = 0.5
 
@@ -108,11 +108,11 @@ T = TypeVar("T")
 
 
 class LearnerLost(ReplicaLost):
-    """The learner died, or started another step, while it fed weights to engines."""
+    """The learner is gone, does not answer, or has started another step while it fed weights to engines."""
 
 
 class Feeding:
-    """The learner's part in the loads of generation actors."""
+    """Lets the learner feed its weights to generation actors during their loads."""
 
     def __init__(self, learner: ReplicaPool, timeout_s: float) -> None:
         self._learner = learner
@@ -120,20 +120,20 @@ class Feeding:
         self._waiting: list[Replica] = []
         """The actors of the next feed."""
         self._loading: list[Replica] = []
-        """The actors whose loads are under way."""
+        """The actors whose loads are in progress."""
         self._next: asyncio.Task[None] | None = None
         self._feeding = asyncio.Lock()
 
     async def wait_offered(self, wanted: Callable[[], WeightVersion], call: Call) -> None:
-        """Wait until the learner can feed the wanted version, which it cannot while it learns. Raises LearnerLost."""
+        """Wait until the learner can feed the wanted version; it cannot while it learns. Raises LearnerLost."""
         while True:
             if await self._ask("offers", call, wanted()):
                 return
             await asyncio.sleep(OFFER_POLL_S)
 
     async def during(self, load: Coroutine[Any, Any, T], actor: Replica, version: WeightVersion, call: Call) -> T:
-        """Run an actor's load while the learner feeds it; returns the load's result. Raises LearnerLost, or what the
-        load raises, which has its own time limit."""
+        """Run an actor's load while the learner feeds it, and return the load's result. Raises LearnerLost, or the
+        load's own error. The load has its own timeout."""
         self._waiting.append(actor)
         self._loading.append(actor)
         if self._next is None:
@@ -146,11 +146,11 @@ class Feeding:
 
     @staticmethod
     async def _shared(feed: asyncio.Task[None]) -> None:
-        """Wait for a feed that others wait for, too."""
+        """Wait for a feed without cancelling it for its other waiters."""
         await asyncio.shield(feed)
 
     async def _feed(self, version: WeightVersion, call: Call) -> None:
-        """Feed the actors that wait, and again those workers that came too late, until no load of theirs is left."""
+        """Feed the waiting actors; repeat for workers that were late, until none of these actors is still loading."""
         await asyncio.sleep(TOGETHER_S)
         async with self._feeding:
             actors, self._waiting, self._next = self._waiting, [], None
@@ -168,7 +168,7 @@ class Feeding:
                     )
 
     def _loading_workers(self, actors: Sequence[Replica], devices: Sequence[Device]) -> list[int]:
-        """The workers on each device of those actors that are still loading."""
+        """Return the number of workers on each device, of the actors that are still loading."""
         on = Counter(device for actor in actors if actor in self._loading for device in actor.allocation.devices)
         return [on[device] for device in devices]
 
@@ -190,27 +190,27 @@ class ActorWeights:
         self, pool: ReplicaPool, spec: RunSpec, prefill: ReplicaPool | None = None, feeding: Feeding | None = None
     ) -> None:
         self.served: PublishedWeights | None = None
-        """The version for all actors, also for those that start or wake later; None before the first."""
+        """The version for all actors, including those that start or wake later; None before the first sync."""
         self._pool = pool
         self._pools = (pool,) if prefill is None else (pool, prefill)
         self._spec = spec
         self._feeding = feeding
-        """The learner's part in each load; None if actors read published weights without it."""
+        """Lets the learner feed each load; None if actors read published weights by themselves."""
         self._syncing = asyncio.Lock()
-        """Held during a sync: concurrent steps want the same version, and one load is enough."""
+        """Held during a sync, so that concurrent steps with the same version load it once."""
         for each in self._pools:
             each.opens = self.open
         pool.wakes = self.wake
         pool.tier = lambda: TIERS[FunctionRole.SAMPLES]  # a load follows each sleep
 
     async def open(self, actor: Replica, call: Call) -> None:
-        """Load the current version into a new actor. Raises as `load` does."""
+        """Load the current version into a new actor. Raises as `load`."""
         if self._feeding is not None:
             await self._feeding.wait_offered(lambda: self._the_served.version, call)
         await self.load(actor, self._the_served, call)
 
     async def wake(self, actor: Replica, call: Call) -> None:
-        """Wake an actor and load the current version, which gives it its memory back part by part."""
+        """Wake an actor by loading the current version; the load reallocates its memory part by part."""
         actor.mark_waking()
         actor.mark_awake()
         if self.served is not None:
@@ -224,10 +224,10 @@ class ActorWeights:
 
     async def sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event | None = None) -> None:
         """Load published weights into all actors that are up, and notify the pool's listeners of each. `asked` is set
-        when no actor serves older weights any more.
+        once no actor serves older weights.
 
-        Replacements of lost actors start in the background. They are awaited only if no other actor is up; an error of
-        their start is raised then. Wrong weights in a new actor are raised at the next sync.
+        Replacements of lost actors start in the background. Only if no actor is up, this waits for one and raises the
+        error of its start. Wrong weights in a new actor are raised at the next sync.
         """
         start_s = time.monotonic()
         for pool in self._pools:
@@ -246,14 +246,14 @@ class ActorWeights:
         await self._pool.wait_any_up()
         up = [(pool, actor) for pool in self._pools for actor in pool.up()]
         for _, actor in up:
-            actor.ask(published.version)  # it gets no work before it has loaded this version
+            actor.ask(published.version)  # no work until this version is loaded
         asked.set()
         await gather_or_cancel(*(self._bring(pool, actor, call) for pool, actor in up))
 
     async def _bring(self, pool: ReplicaPool, actor: Replica, call: Call) -> None:
-        """Load the current version into one actor; replace it if it dies meanwhile.
+        """Load the current version into one actor; replace the actor if it dies meanwhile.
 
-        Raises ReplicaLost if no generation actor is up: new ones might die of the same weights.
+        Raises ReplicaLost if no generation actor is up: replacements might die of the same weights.
         """
         if actor.state is ReplicaState.SERVING:
             return
@@ -273,9 +273,9 @@ class ActorWeights:
             pool.notify_joined(actor)
 
     async def load(self, actor: Replica, published: PublishedWeights, call: Call) -> None:
-        """Load a version into one actor: the only way to SERVING. Does nothing if it serves the version already.
+        """Load a version into one actor, which then is SERVING. Does nothing if the actor serves the version already.
 
-        Raises WeightCheckFailed, CallTimeout, or ReplicaLost.
+        No other method makes an actor serve. Raises WeightCheckFailed, CallTimeout, or ReplicaLost.
         """
         actor.ask(published.version)
         if actor.state is ReplicaState.SERVING:
@@ -300,6 +300,6 @@ class ActorWeights:
                 loaded.read_back,
                 published.tensors,
             )
-        # Another `sync` may have waited for the same load, as when an actor starts during it; or the actor was drained.
+        # A concurrent load may have marked the actor already, as when it starts during a sync; or it was drained.
         if actor.state is ReplicaState.STALE:
             actor.mark_loaded(published.version)
