@@ -27,7 +27,7 @@ class SharedEngines:
     """The engines of a fleet that generates several steps at once."""
 
     def __init__(self, actors: Sequence[ActorShape], steps: int, samples: int, nodes: int) -> None:
-        """Reserve `steps` times the rows for `samples` samples and `nodes` prompts and shared prefixes."""
+        """Reserve rows for `steps` steps, each of `samples` samples and `nodes` prompts and shared prefixes."""
         self.free = rows_of(steps, samples, nodes)
         """Rows that belong to no step."""
         self.pools = _pools(actors, self.free[0].table)

@@ -86,7 +86,8 @@ class SlotSetup:
     allocation: Allocation
     node: str
     start_s: float
-    """Seconds of a cold start, from process start until it has started; for generation without loading the weights."""
+    """Seconds of a cold start, from the start of the process until it is ready; for generation without loading the
+    weights."""
     sleep_s: float = 0.0
     """Seconds from the request to sleep until its devices' memory is free for another function."""
     wake_s: float = 0.0

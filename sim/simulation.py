@@ -52,8 +52,8 @@ starts and releases replicas in a loop)."""
 
 
 LOOKS, LOOK_S = 32, 0.001
-"""A run notices at once that a step has enough complete groups to learn from. The simulator checks LOOKS times between
-two heartbeats, at most every LOOK_S, never more often than an engine ends an iteration."""
+"""A run notices at once that a step has enough complete groups to learn from. The simulator checks up to LOOKS times
+between two events, at intervals of at least LOOK_S, so no more often than an engine ends an iteration."""
 
 
 class Simulation:

@@ -182,8 +182,10 @@ class ClusterSpec(SpecModel):
 
 
 def uncounted_nodes(devices_per_node: int, prompts: int, actor_devices: int, learner_devices: int | None) -> int:
-    """Return the machines that a run can use: an actor per prompt of a step, and the learner (one machine by
-    default)."""
+    """Return the number of machines that a run can use.
+
+    They hold an actor for each prompt of a step, and the learner, which takes one machine by default.
+    """
     return -(-(prompts * actor_devices + (learner_devices or devices_per_node)) // devices_per_node)
 
 
