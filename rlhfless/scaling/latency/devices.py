@@ -1,4 +1,4 @@
-"""The figures of devices: `rlhfless/scaling/devices.yaml`, with a source for every figure, and their prices."""
+"""Properties of devices with sources and prices, from `rlhfless/scaling/devices.yaml`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhfless.spec.load import read_values
 from rlhfless.util.errors import UserError
 
 HEADROOM = 0.02
-"""Part of the memory that the driver reports which no plan fills. An L4 of 24 GB and an L40S of 48 GB report 1 to 2 %
+"""Share of the memory reported by the driver that no plan fills. An L4 of 24 GB and an L40S of 48 GB report 1 to 2 %
 less than their data sheets, an H100 6 % more."""
 
 
@@ -40,7 +40,8 @@ class GroupRates(SpecModel):
     source: Annotated[str, Field(min_length=1)]
 
     def among(self, devices: int) -> float:
-        """The rate of the smallest group in the table that is no smaller; of the largest if none is."""
+        """Return the rate of the smallest tabulated group of at least this size, or of the largest group if there is
+        none."""
         larger = [size for size in self.value if size >= devices]
         return self.value[min(larger) if larger else max(self.value)]
 
@@ -114,16 +115,16 @@ class DeviceTable(SpecModel):
 
 
 class UnknownDevice(UserError, ValueError):
-    """A device kind that the table does not have. The message names it and the nearest kind."""
+    """Raised for a device kind that the table does not have. The message names it and the nearest kind."""
 
     where = "placement.kind"
 
 
 def load_devices(path: str | None = None) -> dict[str, DeviceSheet]:
-    """The bundled table, by kind; with the devices of the user's own (the file that `OWN_DEVICES` names), and those of
-    a file in the same form, which replace those of equal kinds.
+    """Return the devices by kind: the bundled table, overridden by the user's own devices (the file named by
+    `OWN_DEVICES`) and by a file at `path` in the same format.
 
-    Raises InputError for a file that cannot be read, with all problems.
+    Raises InputError with all problems of an unreadable file.
     """
     return _loaded(path, os.environ.get(OWN_DEVICES))
 
@@ -137,7 +138,7 @@ def _loaded(path: str | None, _: str | None) -> dict[str, DeviceSheet]:
 
 
 def device_of(kind: str) -> DeviceSheet:
-    """The device of a kind. Raises UnknownDevice."""
+    """Return the device of a kind. Raises UnknownDevice."""
     table = load_devices()
     if kind not in table:
         raise UnknownDevice(

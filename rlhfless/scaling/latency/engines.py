@@ -1,11 +1,11 @@
-"""The engines that plans compare, each by its own measured kernels or else by the devices' data sheets. Pure.
+"""The engines compared by plans, each modelled by its measured kernels or else by the devices' data sheets. Pure.
 
-Both miss what a server does beside its kernels, and what is new in its version. So each engine has, by kind of device,
-a scale and a constant that `benchmarks/serving.py --fit` has fitted to published serving runs of it:
+Both models miss a server's overhead beyond its kernels, and changes in newer versions. Each engine therefore has, by
+kind of device, a scale and a constant that `benchmarks/serving.py --fit` has fitted to published serving runs:
 
     iteration = scale x (kernels or data sheet) + fixed_s
 
-`engines.yaml` says of which versions, when and where these runs were published, and how far off the fit is.
+`engines.yaml` lists the versions, dates and sources of these runs, and the error of the fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhfless.spec.base import SpecModel
 EngineName = Literal["vllm", "sglang", "tensorrt-llm"]
 
 ANY_KIND = "any"
-"""In a fit, the kinds of devices that have no fit of their own."""
+"""Key of the fit for device kinds without their own fit."""
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that a server prefills together."""
@@ -67,20 +67,20 @@ class ServingEngine(SpecModel):
     fits: tuple[ServingFit, ...]
 
     def fit(self, kind: str, by: Basis) -> ServingFit:
-        """The fit of a kind of device; of all kinds for one with no published runs."""
+        """Return the fit of a kind of device, or of all kinds if it has no published runs."""
         known = {each.kind: each for each in self.fits if each.by == by}
         return known.get(kind, known[ANY_KIND])
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An `EngineModel`: another one, scaled to an engine's published runs."""
+    """An `EngineModel` scaled to an engine's published runs."""
 
     model: EngineModel
     scale: float
     fixed_s: float
     source: str
-    """The tables or sheet, and the runs."""
+    """The tables or data sheet, and the published runs."""
 
     @property
     def context_s(self) -> float:
@@ -93,13 +93,13 @@ class Served:
         return self.scale * self.model.prefill_s(tokens, context_tokens)
 
     def times(self, factor: float) -> Served:
-        """The engine if everything takes so many times as long."""
+        """Return the engine with all times multiplied by a factor."""
         return replace(self, scale=self.scale * factor, fixed_s=self.fixed_s * factor)
 
 
 def steady_token_s(model: EngineModel, in_flight: int, input_tokens: float, output_tokens: float) -> float:
-    """Seconds per token of a server with so many requests in flight: each iteration decodes a token of every request,
-    with contexts at their mean, and prefills its part of the next prompts."""
+    """Return the seconds per token of a server with `in_flight` requests. Each iteration decodes one token of every
+    request, with contexts at their mean, and prefills its share of the next prompts."""
     contexts = in_flight * (input_tokens + output_tokens / 2)
     prompt_token_s = model.prefill_s(PREFILL_TOKENS) / PREFILL_TOKENS
     return decode_s(model, in_flight, contexts, 1) + prompt_token_s * in_flight * input_tokens / output_tokens
@@ -111,7 +111,6 @@ class _EngineTable(SpecModel):
 
 @cache
 def load_engines() -> dict[EngineName, ServingEngine]:
-    """The engines by name."""
     text = files(__package__).joinpath("engines.yaml").read_text("utf-8")
     return {engine.name: engine for engine in _EngineTable.model_validate(yaml.safe_load(text)).engines}
 
@@ -119,8 +118,8 @@ def load_engines() -> dict[EngineName, ServingEngine]:
 def kernels_or_sheet(
     name: EngineName, shape: ModelShape, sheet: DeviceSheet, tensor_parallel: int, data_parallel: int
 ) -> tuple[EngineModel, Basis]:
-    """The model of an engine's kernels where they were measured and are installed, else of the data sheet. Raises
-    UnknownShape."""
+    """Return the model of an engine's kernels if they were measured and are installed, else of the data sheet.
+    Raises UnknownShape."""
     try:
         devices = (tensor_parallel, data_parallel)
         return MeasuredKernels.of(shape, sheet.kind, devices, tables_folder(), name), "kernels"
@@ -131,7 +130,7 @@ def kernels_or_sheet(
 def served(
     name: EngineName, shape: ModelShape, sheet: DeviceSheet, tensor_parallel: int = 1, data_parallel: int = 1
 ) -> Served:
-    """The engine's model as its published runs have it. Raises UnknownShape."""
+    """Return the engine's model, scaled to its published runs. Raises UnknownShape."""
     model, by = kernels_or_sheet(name, shape, sheet, tensor_parallel, data_parallel)
     engine = load_engines()[name]
     fit = engine.fit(sheet.kind, by)

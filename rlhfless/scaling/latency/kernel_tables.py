@@ -1,9 +1,9 @@
-"""Measured times of kernels, by device and engine: the tables of aiconfigurator-core, an optional extra. Pure.
+"""Measured kernel times by device and engine: the tables of aiconfigurator-core, an optional extra. Pure.
 
-The package ships, for each device, engine and version, how long its kernels took: matrix products by their three
-sizes, attention by heads and context, experts by tokens, all-reduces by message. Only those Parquet files are read;
-none of its code runs. Between measured sizes times follow a straight line in logarithms; above the largest they grow
-in proportion.
+For each device, engine and version, the package ships measured kernel times: matrix products by their three sizes,
+attention by heads and context, experts by tokens, all-reduces by message size. Only these Parquet files are read; none
+of its code runs. Between measured sizes, times are interpolated linearly in logarithms; above the largest, they grow in
+proportion.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhfless.spec.explain import nearest
 
 Array = npt.NDArray[np.float64]
 ReplicaRequest = tuple[tuple[str, Any], ...]
-"""Columns, and the value that rows must have there, or a tuple of values."""
+"""Required value per column, or a tuple of allowed values."""
 
 SYSTEMS: Mapping[str, str] = MappingProxyType(
     {
@@ -42,19 +42,19 @@ SYSTEMS: Mapping[str, str] = MappingProxyType(
         "rtx-pro-6000": "rtx_pro_6000_server",
     }
 )
-"""Device kinds by the package's names."""
+"""The package's names of device kinds."""
 
 FOLDERS: Mapping[str, str] = MappingProxyType({"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm"})
-"""Engines by the package's names."""
+"""The package's names of engines."""
 
-# Tables of older versions have no column for windows, and no windows.
+# Tables of older versions have neither a column for windows nor windows.
 _NEWER_COLUMNS = frozenset({"window_size"})
 
 _MS = 1e-3
 
 
 class NoTables(ValueError):
-    """No measured kernels for the request. The message says which there are."""
+    """Raised if there are no measured kernels for the request. The message lists the available ones."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,10 @@ class Grid:
 
     @classmethod
     def of(cls, columns: Sequence[Array], seconds: Array) -> Grid:
-        """The grid of measured rows; of several for the same sizes the fastest counts. What was not measured is
-        extrapolated along the last size that has measurements, in proportion, from the next smaller or else
-        the next larger one."""
+        """Return the grid of measured rows, using the fastest of several for the same sizes. Missing entries are
+        extrapolated proportionally along the last size with measurements, from the next smaller or else the next
+        larger one.
+        """
         axes = tuple(np.unique(column) for column in columns)
         table = np.full([len(axis) for axis in axes], math.inf)
         places = tuple(np.searchsorted(axis, column) for axis, column in zip(axes, columns, strict=True))
@@ -78,7 +79,7 @@ class Grid:
         return cls(axes, np.log(table))
 
     def at(self, *sizes: float) -> float:
-        """Seconds at these sizes."""
+        """Return the seconds at these sizes."""
         beyond, table = 1.0, self.log_seconds
         for axis, size in zip(self.axes, sizes, strict=True):
             beyond *= max(size / float(axis[-1]), 1.0)
@@ -93,7 +94,7 @@ class Grid:
 
 
 def _extrapolate(table: Array, sizes: Array) -> None:
-    """Fill what is infinite in `table` [..., sizes] along its last axis, in place."""
+    """Fill infinite entries of `table` [..., sizes] along its last axis, in place."""
     upwards = [(index - 1, index) for index in range(1, len(sizes))]
     for source, index in [*upwards, *((high, low) for low, high in reversed(upwards))]:
         missing = np.isinf(table[..., index])
@@ -101,7 +102,7 @@ def _extrapolate(table: Array, sizes: Array) -> None:
 
 
 def tables_folder() -> Path:
-    """The tables of the installed package. Raises NoTables if it is not installed."""
+    """Return the folder of the installed package's tables. Raises NoTables if it is not installed."""
     package = importlib.util.find_spec("aiconfigurator_core")
     if package is None or not package.submodule_search_locations:
         raise NoTables("aiconfigurator-core is not installed; install it with `pip install 'rlhfless[aiconfigurator]'`")
@@ -126,13 +127,13 @@ class Tables:
             raise NoTables(f"no tables of {self.engine!r}; there are those of {', '.join(FOLDERS)}")
 
     def grid(self, family: str, name: str, wanted: Mapping[str, Any], axes: Sequence[str]) -> Grid:
-        """Seconds over `axes`, of the newest table that has the rows that are wanted. Raises NoTables."""
+        """Return the seconds over `axes`, from the newest table with matching rows. Raises NoTables."""
         columns = self.columns(family, name, wanted)
         return Grid.of([columns[axis] for axis in axes], columns["seconds"])
 
     def columns(self, family: str, name: str, wanted: Mapping[str, Any]) -> dict[str, Array]:
-        """The rows of the newest table that has what is wanted (a value, or one of several), as columns of numbers, and
-        `seconds`. Raises NoTables."""
+        """Return the matching rows of the newest table that has any, as numeric columns plus `seconds`. A wanted
+        value may be a tuple of allowed ones. Raises NoTables."""
         found = next(filter(None, (_rows(path, tuple(wanted.items())) for path in self._files(family, name))), None)
         if found is None:
             sizes = ", ".join(f"{key} {value}" for key, value in wanted.items())
@@ -140,7 +141,7 @@ class Tables:
         return found
 
     def _files(self, family: str, name: str) -> Iterator[Path]:
-        """The newest version first."""
+        """Yield the files, newest version first."""
         files = (self.folder / SYSTEMS[self.kind] / family / FOLDERS[self.engine]).glob(f"*/{name}.parquet")
         yield from sorted(files, key=lambda path: _version(path.parent.name), reverse=True)
 

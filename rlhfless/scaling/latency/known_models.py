@@ -1,4 +1,4 @@
-"""Sizes of models that a scenario or a plan may name without their files."""
+"""Built-in sizes of models that a scenario or a plan may name without their files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 _NAMES = re.compile(
     r"(?:qwen|meta-llama|openai|zai-org)/(?:meta-)?([\w.-]+?)(?:-instruct|-base)?(?:-2507)?", re.IGNORECASE
 )
-"""Names on the hub; variants have the sizes of their model."""
+"""Names on the hub; variants have the sizes of their base model."""
 
 
 def _config(
@@ -43,7 +43,7 @@ def _gpt_oss(layers: int, experts: int) -> Mapping[str, Any]:
 def _qwen35(
     layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, mlp: int, tied: bool = False, **more: Any
 ) -> Mapping[str, Any]:
-    """Three of four layers are linear, with 16 key heads."""
+    """Return the sizes of a Qwen3.5 model: three of four layers are linear, with 16 key heads."""
     linear: Any = {
         "linear_num_key_heads": 16,
         "linear_key_head_dim": 128,
@@ -110,11 +110,12 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama-3.1-70b": _config(80, 8192, 64, 8, 28672, 128256),
     }
 )
-"""Sizes by the models' own `config.json` on the hub, in bf16; of Qwen3.5 without its vision encoder and the layers that
-predict further tokens."""
+"""Sizes from the models' own `config.json` on the hub, in bf16; for Qwen3.5 without its vision encoder and
+multi-token prediction layers."""
 
 
 def known_config(name: str) -> Mapping[str, Any] | None:
-    """The sizes of a model by its name on the hub, such as `Qwen/Qwen2.5-7B-Instruct`; None if it is not built in."""
+    """Return the sizes of a model by its hub name, such as `Qwen/Qwen2.5-7B-Instruct`, or None if it is not built
+    in."""
     match = _NAMES.fullmatch(name)
     return None if match is None else BUILT_IN.get(match[1].lower())

@@ -1,15 +1,16 @@
-"""The times of an engine by its devices' data sheets: the slower of computing and reading. Pure.
+"""Engine times from device data sheets: the slower of computing and reading. Pure.
 
     decode    max(weights read / bandwidth, 2 active B / peak) + kernel starts + all-reduces, KV / bandwidth per token
     prefill   max(2 active T / peak, weights read / bandwidth) + attention + kernel starts + all-reduces
 
-with the shares of each peak that kernels were measured to reach. Tensor parallelism divides all but the last two, and
-adds two all-reduces a layer, at the rate that groups of that size were measured to reach. Data-parallel ranks of one
-engine divide the sequences and have copies of all but the experts, which are spread over all devices (expert
-parallelism): two exchanges a layer carry each token to its experts and back. Experts are taken to be asked for evenly.
-A layer with a window reads the whole window for each sequence in every iteration: an upper bound for shorter ones. A
-linear layer reads and writes the state of each sequence.
-A first guess, within some 30 %: a fit to the run's own ledger takes over (`fitted`).
+Each peak is scaled by the share that kernels were measured to reach. Tensor parallelism divides all but the last two
+terms, and adds two all-reduces per layer at the measured rate of groups of that size. Data-parallel ranks of one engine
+divide the sequences and replicate everything but the experts, which are spread over all devices (expert parallelism):
+two exchanges per layer send each token to its experts and back. Experts are assumed to be evenly loaded. A layer with a
+window reads the whole window for each sequence in every iteration, an upper bound for shorter sequences. A linear layer
+reads and writes the state of each sequence.
+
+A first estimate, accurate to about 30 %, replaced later by a fit to the run's own ledger (`fitted`).
 """
 
 from __future__ import annotations
@@ -21,38 +22,39 @@ from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 
 BETWEEN_NODES_S = 60e-6
-"""Seconds by which an all-reduce between nodes takes longer than one within a node: a fit to published steps of
+"""Extra seconds of an all-reduce between nodes compared with one within a node, fitted to published steps of
 DeepSeek-V3 and Qwen3-235B-A22B with engines of 16 and 32 H100."""
 
 KERNEL_S = 3e-6
-"""Start of a kernel: the constant that aiconfigurator adds to each memory operation."""
+"""Launch time of a kernel: the constant that aiconfigurator adds to each memory operation."""
 
 RUNTIME_S = 0.005
-"""Seconds of an iteration that no kernel accounts for: scheduling, sampling, detokenising, and the runtime's own calls.
-The median of 10.0, 16.9 and 20.5 ms a token, measured in RL runs of 7B (TP 1), 14B and 32B (TP 2) on H800, less the
-5.9, 7.9 and 15.5 ms of the data sheet."""
+"""Seconds per iteration outside kernels: scheduling, sampling, detokenising, and the runtime's own calls. The median
+of 10.0, 16.9 and 20.5 ms per token, measured in RL runs of 7B (TP 1), 14B and 32B (TP 2) on H800, minus the data
+sheet's 5.9, 7.9 and 15.5 ms.
+"""
 
 KERNELS_PER_LAYER = 8
-"""Norm, QKV, rotation, attention, output, norm, two of the gated MLP: fused as vLLM does."""
+"""Norm, QKV, rotation, attention, output, norm, and two for the gated MLP: fused as in vLLM."""
 
 ALL_REDUCES_PER_LAYER = 2
 
 EXCHANGES_PER_LAYER = 2
 
 ACTIVATION_BYTES = 2
-"""Fewest bytes of an activation: weights of 8 bits are multiplied with activations that are reduced in 16."""
+"""Minimum bytes of an activation: 8-bit weights are multiplied with activations that are reduced in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """An `EngineModel` from a data sheet."""
+    """An `EngineModel` from a data sheet. Raises UnknownShape for products without a rate on the device."""
 
     shape: ModelShape
     device: DeviceSheet
     tensor_parallel: int = 1
-    """Devices of a rank."""
+    """Devices per rank."""
     data_parallel: int = 1
-    """Ranks of the engine. Raises UnknownShape for products that the device has no rate for."""
+    """Ranks of the engine."""
 
     def __post_init__(self) -> None:
         if self._peak is None:
@@ -79,7 +81,7 @@ class Roofline:
 
     @property
     def _layer_token_s(self) -> float:
-        """Seconds in which one layer reads the KV of a token."""
+        """Return the seconds in which one layer reads the KV of a token."""
         share = self.data_parallel * min(self.tensor_parallel, self.shape.kv_heads)
         return self.shape.kv_layer_bytes / share / self._kv_bytes_per_s
 
@@ -108,7 +110,6 @@ class Roofline:
         return max(reading_s, computing_s) + starts_s + self._all_reduces_s(tokens / ranks) + self._exchanges_s(tokens)
 
     def _exchanges_s(self, tokens: int) -> float:
-        """Of all layers."""
         each_s = exchange_s(self.shape, self.device, self.tensor_parallel, self.data_parallel, tokens)
         return self.shape.layers * each_s
 
@@ -125,8 +126,8 @@ class Roofline:
 
 
 def exchange_s(shape: ModelShape, device: DeviceSheet, tensor_parallel: int, data_parallel: int, tokens: int) -> float:
-    """Seconds in which `tokens` tokens reach their experts in one layer and come back, over the links of the devices of
-    an engine; 0 if its ranks have no experts to share."""
+    """Return the seconds in which `tokens` tokens reach their experts in one layer and return, over the links of an
+    engine's devices; 0 if its ranks share no experts."""
     if data_parallel == 1 or not shape.experts:
         return 0.0
     devices = tensor_parallel * data_parallel

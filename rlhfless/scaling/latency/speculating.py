@@ -1,19 +1,19 @@
-"""An engine that speculates: one that does not, its passes over drafts, and what these yield.
+"""An engine with speculative decoding: an engine without it, the cost of its passes over drafts, and their yield.
 
-A pass over B sequences, each with drafts at d places, computes B (1 + drafted) tokens and yields B (1 + accepted),
-where drafted and accepted are the drafts of a sequence and pass at places 1 to d, and those of them that are accepted.
-So a token of each takes
+A pass over B sequences with drafts at d places computes B (1 + drafted) tokens and yields B (1 + accepted), where
+drafted and accepted are the drafted and accepted tokens per sequence and pass at places 1 to d. The time for one token
+of each sequence is
 
     a'(B) + g' C,  a'(B) = (a(B (1 + drafted)) + draft_s d + standing_s) / (1 + accepted),  g' = g / (1 + accepted)
 
-where a(n) is the time of the engine's iteration of n sequences, and g that of a token of the context C: a draft is
-computed as another sequence, but for its context, which is read once for all tokens of a pass. So a draft costs little
-while few sequences run or their contexts are long, and as much as a token where the engine is busy.
+where a(n) is the time of the engine's iteration of n sequences, and g the time per token of the context C. A draft is
+computed like another sequence, except that its context is read once for all tokens of a pass. A draft therefore costs
+little while few sequences run or their contexts are long, and as much as a token if the engine is busy.
 
-With `depth` None each d is a way to decode (`engine_model`), and the best one is taken pass by pass. Who asks for a(B)
-and g alone, as a plan does, gets the g' of the deepest drafts, and an a(B) with which sequences of `context_tokens`
-each take what they take by the best depth: exact at that context, and too little by the difference of the two g' for
-each token beyond it.
+With `depth` None, each d is a way to decode (`engine_model`), and the best one is selected per pass. Callers that use
+only a(B) and g, such as plans, get the g' of the deepest drafts, and an a(B) for which sequences of `context_tokens`
+each take the time of the best depth. This is exact at that context, and too low by the difference of the two g' per
+token beyond it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from rlhfless.scaling.engine_model import EngineModel
 
 @dataclass(frozen=True)
 class Speculating:
-    """An `EngineModel`: of another one, with drafts."""
+    """An `EngineModel` that adds drafts to another one."""
 
     model: EngineModel
     drafted: tuple[float, ...]
-    """[places]: drafts of a sequence and pass at each place; 1 where there always is one."""
+    """[places]: drafts per sequence and pass at each place; 1 if there always is one."""
     accepted: tuple[float, ...]
-    """[places]: those of them that are accepted, as are all drafts before them."""
+    """[places]: drafts accepted at each place, which requires all earlier ones to be accepted."""
     depth: int | None = None
-    """Places that are drafted; None: those that save time."""
+    """Number of drafted places; None to draft as many as save time."""
     context_tokens: float = 0.0
-    """Context of each sequence at which `depth_at` and `iteration_s` choose where `depth` is None."""
+    """Context of each sequence for which `depth_at` and `iteration_s` choose if `depth` is None."""
     draft_s: float = 0.0
-    """Seconds in which the drafts of one place are found, for all sequences."""
+    """Seconds to find the drafts of one place, for all sequences."""
     standing_s: float = 0.0
-    """Seconds of each pass that the engine loses because it could speculate."""
+    """Overhead per pass, in seconds, of an engine that is able to speculate."""
 
     def __post_init__(self) -> None:
         places = len(self.drafted)
@@ -53,13 +53,13 @@ class Speculating:
 
     @cached_property
     def ways(self) -> tuple[Speculating, ...]:
-        """This engine at each depth that it may choose, the least first."""
+        """Return this engine at each depth that it may choose, smallest first."""
         if self.depth is not None:
             return (self,)
         return tuple(replace(self, depth=depth) for depth in range(len(self.drafted) + 1))
 
     def depth_at(self, sequences: int) -> int:
-        """How many places are drafted where so many sequences run."""
+        """Return the number of drafted places for `sequences` running sequences."""
         ways = self.ways
         depths = range(len(self.drafted) + 1) if self.depth is None else (self.depth,)
         return min(zip(depths, ways, strict=True), key=lambda each: self._reckoned_s(each[1], sequences))[0]
@@ -80,21 +80,21 @@ class Speculating:
 
     @property
     def _kept(self) -> float:
-        """Tokens of a sequence and pass, at the deepest drafts that it may have."""
+        """Return the tokens per sequence and pass at the maximum depth."""
         return 1 + sum(self.accepted[: self.depth])
 
     def _reckoned_s(self, way: Speculating, sequences: int) -> float:
-        """A way's seconds where each sequence has `context_tokens`, but for the reading that `context_s` counts."""
+        """Return a way's seconds if each sequence has `context_tokens`, without the reading counted by `context_s`."""
         return way.iteration_s(sequences) + (way.context_s - self.context_s) * sequences * self.context_tokens
 
 
 def per_pass(
     output_tokens: int, drafted: Sequence[int], accepted: Sequence[int]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Drafts at each place, and accepted ones, of a sequence and pass, [places]: each pass of it drew one token of
-    `output_tokens` beside the drafts that it accepted.
+    """Return the drafted and the accepted tokens at each place per sequence and pass, each [places].
 
-    `drafted`, `accepted` [places]: of all passes, as the ledger counts them.
+    `drafted` and `accepted` [places] are totals over all passes, as in the ledger. Each pass generates one of
+    `output_tokens` in addition to its accepted drafts.
     """
     passes = max(output_tokens - sum(accepted), 1)
     first, second = (tuple(count / passes for count in counts) for counts in (drafted, accepted))

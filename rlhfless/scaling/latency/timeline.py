@@ -1,13 +1,13 @@
-"""The work of an engine in spans of time, from the start and the end of each of its requests. Pure.
+"""The work of an engine in spans of time, from the start and end of each of its requests. Pure.
 
-No engine reports its iterations, and they need not be reported: a running sequence draws one token per iteration. So
-while request i ran there were as many decode iterations as it drew tokens; the sum of batch sizes over them is the
-number of tokens that all requests drew meanwhile; the sum of contexts is the context that those tokens read; and the
-prefilled tokens are known from the prompts. Each request is one such span.
+No engine reports its iterations, and none needs to: a running sequence generates one token per iteration. While request
+i ran, there were as many decode iterations as tokens it generated. The sum of batch sizes over them is the number of
+tokens that all requests generated meanwhile; the sum of contexts is the context read by those tokens; and the prefilled
+tokens are known from the prompts. Each request is one such span.
 
-All sequences that run draw in step, so the iterations can be numbered: a request that began at iteration i and drew n
-tokens ended at i + n, and one that began between two known iterations began in proportion. Only there, between two
-events, the pace is assumed to be even.
+All running sequences advance in step, so iterations can be numbered. A request that started at iteration i and
+generated n tokens ended at i + n; one that started between two known iterations is interpolated. Only there, between
+two events, an even pace is assumed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Ints = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests of one engine: each [requests]."""
+    """Requests of one engine; each array is [requests]."""
 
     prompt_tokens: Array
     cached_tokens: Array
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens whose KV was already cached."""
     response_tokens: Array
     started_s: Array
-    """When it ran, not when it was asked for: see `admitted_s`."""
+    """Time at which it started to run, which may be later than its arrival; see `admitted_s`."""
     finished_s: Array
 
     @classmethod
@@ -54,7 +54,8 @@ class Requests:
 
 
 def admitted_s(asked_s: Array, finished_s: Array, max_sequences: int) -> Array:
-    """When each request [requests], ascending by `asked_s`, began to run: first come, first served."""
+    """Return the time at which each request [requests] started to run, first come, first served. Requests are sorted
+    by `asked_s`."""
     running: list[float] = []
     admitted = np.empty(len(asked_s))
     for index, (asked, finished) in enumerate(zip(asked_s.tolist(), finished_s.tolist(), strict=True)):
@@ -65,16 +66,16 @@ def admitted_s(asked_s: Array, finished_s: Array, max_sequences: int) -> Array:
 
 
 KNOTS = (0, 32, 128)
-"""Batch sizes where the time of an iteration may bend: small batches wait for memory or for the engine's own scheduler,
-large ones for arithmetic, and between the two lies about this."""
+"""Batch sizes at which the slope of the iteration time may change: small batches are bound by memory or the engine's
+scheduler, large ones by arithmetic, with the transition around these sizes."""
 
 WORK = ("iterations", *(f"sequences_beyond_{knot}" for knot in KNOTS), "context", "prefill", "prefill_context")
-"""Columns of `spans`: what the terms of an engine model are multiplied with. Of a batch, each column of sequences
-counts those beyond its knot, up to the next one."""
+"""Columns of `spans`, the factors of an engine model's terms. Each column of sequences counts a batch's sequences
+beyond its knot, up to the next one."""
 
 
 def spans(requests: Requests) -> tuple[Array, Array]:
-    """Work [requests, WORK] done while each request ran, and how long that took [requests]."""
+    """Return the work [requests, WORK] done while each request ran, and its duration [requests]."""
     start, end = requests.started_s, requests.finished_s
     first, last = iterations(requests)
     order = np.argsort(np.concatenate([first, last]), kind="stable")
@@ -87,7 +88,7 @@ def spans(requests: Requests) -> tuple[Array, Array]:
 
 
 def iterations(requests: Requests) -> tuple[Array, Array]:
-    """Number of the engine's iteration at which each request [requests] began, and ended."""
+    """Return the numbers of the engine's iterations at which each request [requests] started and ended."""
     begin, length = np.empty(len(requests.started_s)), requests.response_tokens
     times: list[float] = []
     numbers: list[float] = []
@@ -98,7 +99,7 @@ def iterations(requests: Requests) -> tuple[Array, Array]:
             times.append(start_s)
             numbers.append(float(begin[index]))
         place = bisect_left(times, end_s)
-        # What two requests say of one instant may differ by an iteration or two; numbers never fall.
+        # Two requests may disagree by an iteration or two about the same instant; numbers never fall.
         number = max(float(begin[index] + length[index]), numbers[place - 1] if place else 0.0)
         numbers.insert(place, min(number, numbers[place]) if place < len(numbers) else number)
         times.insert(place, end_s)
@@ -106,7 +107,8 @@ def iterations(requests: Requests) -> tuple[Array, Array]:
 
 
 def _number_at(time_s: float, times: list[float], numbers: list[float]) -> float:
-    """Between two known instants in proportion; after the last one nothing ran, and nothing was counted."""
+    """Return the iteration number at a time: interpolated between known instants, constant after the last one, when
+    nothing ran."""
     place = bisect_left(times, time_s)
     if place == len(times):
         return numbers[-1] if numbers else 0.0
@@ -117,7 +119,7 @@ def _number_at(time_s: float, times: list[float], numbers: list[float]) -> float
 
 
 def _between(at: Array, amount: Array, start: Array, end: Array) -> Array:
-    """Sum of the amounts [requests] with start <= at < end, for each span."""
+    """Return, for each span, the sum of the amounts [requests] with start <= at < end."""
     order = np.argsort(at, kind="stable")
     total = np.concatenate([[0.0], np.cumsum(amount[order])])
     result: Array = total[np.searchsorted(at[order], end)] - total[np.searchsorted(at[order], start)]
@@ -125,8 +127,8 @@ def _between(at: Array, amount: Array, start: Array, end: Array) -> Array:
 
 
 def _batches(first: Array, last: Array, order: Ints) -> list[Array]:
-    """By knot, the sum [requests] over the iterations `first` to `last` of each of what the batch has beyond it.
-    `order` sorts all begins and ends."""
+    """Return, by knot, the batch's excess over it summed over the iterations `first` to `last` of each request
+    [requests]. `order` sorts all starts and ends."""
     at = np.concatenate([first, last])[order]
     running = np.cumsum(np.where(order < first.size, 1, -1))  # from each event to the next
     sums = []
@@ -138,10 +140,10 @@ def _batches(first: Array, last: Array, order: Ints) -> list[Array]:
 
 
 def _read(requests: Requests, first: Array, last: Array, order: Ints) -> Array:
-    """[requests]: the context that the tokens read which all requests drew between `first` and `last` of each.
+    """Return the context [requests] read by all requests' tokens between `first` and `last` of each request.
 
-    A request has drawn n = t - first tokens by iteration t, and read (prompt + n / 2) n: a polynomial in t. Their sum
-    is one polynomial between any two events; the coefficients are running sums over the events.
+    By iteration t, a request has generated n = t - first tokens and read (prompt + n / 2) n: a polynomial in t. The sum
+    over requests is one polynomial between any two events, whose coefficients are running sums over the events.
     """
     prompt, length = requests.prompt_tokens, requests.response_tokens
     # n = t - first; read = prompt n + n n / 2, as coefficients of 1, t, t t.

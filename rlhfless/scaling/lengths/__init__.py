@@ -5,26 +5,25 @@ the run's mean:
 
     log L_ij ~ N(m_i, s^2),    m_i ~ N(mu, b^2)
 
-`mu`, `s` and `b` are averages over the run's samples, in which a step counts 0.9 of the step after it. A prompt's level
-is remembered as its distance from `mu`, so that all levels follow when the responses of a run grow longer; from one
-visit to the next, the level may drift (`DRIFT_VARIANCE`).
+`mu`, `s` and `b` are averages over the run's samples, with each step weighted 0.9 times the step after it. A prompt's
+level is stored as its distance from `mu`, so that all levels follow when a run's responses grow longer. The level may
+drift from one visit to the next (`DRIFT_VARIANCE`).
 
 **The data.** A response that ended by itself is a known length. A response that was truncated after t tokens, or is
-still running there, is known to be longer than t: it pulls its prompt's level up, the more the further t is beyond that
-level (`levels.update`). Such a sample can never lower a level.
+still running, is known to be longer than t: it raises its prompt's level, the more the further t is beyond that level
+(`levels.update`). Such a sample can never lower a level.
 
-**A forecast** of a sample that has t tokens so far (`LengthPredictor.forecast`): the level of its prompt after all
-samples of this step, N(a, v), gives log L ~ N(a, v + s^2), of which the part beyond log t is left. So while tokens are
-drawn, a forecast changes in two ways: the sample's own tokens rule out shorter lengths, and its siblings, those that
-ended and those that go on, move the level. A prompt that was never seen has the level N(mu, b^2). In mid-step `mu`, `s`
-and `b` are those of the earlier steps, because the samples that end first are the short ones
-(`LengthPredictor.learn` takes the step when it has ended).
+**The forecast** of a sample with t tokens so far (`LengthPredictor.forecast`): the level of its prompt after all
+samples of this step, N(a, v), gives log L ~ N(a, v + s^2), conditioned on being beyond log t. During generation, a
+forecast therefore changes in two ways: the sample's own tokens rule out shorter lengths, and its siblings, both ended
+and running, move the level. An unseen prompt has the level N(mu, b^2). In mid-step `mu`, `s` and `b` are those of the
+earlier steps, because the samples that end first are the short ones (`LengthPredictor.learn` processes a step after its
+end).
 
-**What was left out**, because neither forecasts (rank correlation, pinball loss) nor steps (time, cost) were better
-with it in ten simulated scenarios: learned shapes of the distribution (Kaplan-Meier) in place of the normal one, a
-spread for each prompt, a learned drift, and evidence without the sample's own tokens for its own forecast. Forecasts
-without the step's running samples lost 6 % (pinball loss at half time); those without siblings 0.17 of rank
-correlation.
+**Rejected extensions**, because neither forecasts (rank correlation, pinball loss) nor steps (time, cost) improved in
+ten simulated scenarios: learned shapes of the distribution (Kaplan-Meier) instead of the normal one, a spread per
+prompt, a learned drift, and excluding a sample's own tokens from the evidence for its forecast. Forecasts without the
+step's running samples lost 6 % (pinball loss at half time); those without siblings lost 0.17 of rank correlation.
 
 Deterministic: the same steps give the same forecasts, so a resumed run learns its trace again
 (rlhfless.orchestrator.prompt_selection).

@@ -1,11 +1,11 @@
-"""The level of a prompt's log lengths, from samples of which some are only "at least". Pure.
+"""The level of a prompt's log lengths, from samples that may be censored ("at least"). Pure.
 
 Log lengths are normal around the level m with the standard deviation s, and m is normal around its prior. A known
 length pulls m towards itself. A sample that is longer than t tokens pulls m up: with z = (log t - m) / s and the
 inverse Mills ratio k(z) = pdf(z) / P(Z > z), it pulls by k / s, and weighs k (k - z), in 0..1, of a known length. The
-weight is near 0 for a sample that has hardly begun, and near 1 for one far beyond its prompt's level. The log posterior
-is concave: Newton's method finds its peak, and the curvature there is taken as the posterior's precision (Laplace's
-approximation).
+weight is near 0 for a sample that has only just started, and near 1 for one far beyond its prompt's level. The log
+posterior is concave: Newton's method finds its peak, and the curvature there is used as the posterior's precision
+(Laplace's approximation).
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import numpy.typing as npt
 from rlhfless.scaling.lengths.forecast import Array, BoolArray, Ints, StepSamples, runs
 
 NEWTON_STEPS = 3
-"""Steps of Newton's method from the peak without the samples of unknown length. Those only lift it, by a pull that is
-convex in the level: the method climbs to the peak from below and never past it. With 2 steps, forecasts at half time
-lose 0.1 % (pinball loss), with 1 step 2 %."""
+"""Steps of Newton's method, starting at the peak without the samples of unknown length. Those samples only raise it,
+by a pull that is convex in the level, so the method approaches the peak from below and never passes it. With 2
+steps, forecasts at half time lose 0.1 % (pinball loss), with 1 step 2 %.
+"""
 
-# The standard normal distribution as a table, because numpy has no error function. Beyond its upper end it is held: no
-# length is so many spreads above its prompt's level that it mattered.
+# The standard normal distribution as a table, because numpy has no error function. Beyond its upper end it is constant:
+# no length is far enough above its prompt's level for this to matter.
 _Z: Array = np.linspace(-8.0, 30.0, 3801)
 _SURVIVAL: Array = np.array([math.erfc(z / math.sqrt(2)) / 2 for z in _Z.tolist()])
 _HAZARD: Array = -np.log(_SURVIVAL)
@@ -39,7 +40,7 @@ class Levels(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """The samples of a step by what they say about lengths: siblings that are alike are one entry."""
+    """Observed lengths of a step's samples; identical siblings share an entry."""
 
     prompt: npt.NDArray[np.integer]  # [entries]
     log_tokens: Array  # [entries]: log of the length, or of the least length
@@ -47,17 +48,17 @@ class Evidence(NamedTuple):
     number: Array  # [entries]: number of samples
 
     def sums(self, of_one: Array | float, prompts: int) -> Array:
-        """[prompts]: the sum over samples of a figure [entries] of one."""
+        """Return the sum over samples [prompts] of a per-sample figure [entries]."""
         return np.bincount(self.prompt, of_one * self.number, minlength=prompts).astype(np.float64, copy=False)
 
     def where(self, entries: BoolArray) -> Evidence:
-        """Some of the entries."""
+        """Return the selected entries."""
         return Evidence(self.prompt[entries], self.log_tokens[entries], self.known[entries], self.number[entries])
 
 
 def evidence_of(samples: StepSamples) -> tuple[Evidence, Ints, Ints]:
-    """The evidence, the entry of each sample [samples], and the first sample of each entry [entries]. A sample that is
-    still running will have at least one more token."""
+    """Return the evidence, the entry of each sample [samples], and the first sample of each entry [entries]. A
+    running sample will have at least one more token."""
     entry, first = runs(samples.prompt, samples.tokens, samples.ended, samples.truncated)
     ended = samples.ended[first]
     log_tokens = np.log(np.maximum(samples.tokens[first] + ~ended, 1.0))
@@ -66,7 +67,7 @@ def evidence_of(samples: StepSamples) -> tuple[Evidence, Ints, Ints]:
 
 
 def update(prior: Levels, spread: float, evidence: Evidence) -> Levels:
-    """The levels [prompts] after the evidence; `spread` is s."""
+    """Return the levels [prompts] after the evidence; `spread` is s."""
     prompts, known, longer = prior.mean.size, evidence.where(evidence.known), evidence.where(~evidence.known)
     weight = 1 / prior.variance + known.sums(spread**-2, prompts)
     pull = prior.mean / prior.variance + known.sums(known.log_tokens * spread**-2, prompts)
@@ -80,7 +81,8 @@ def update(prior: Levels, spread: float, evidence: Evidence) -> Levels:
 
 
 def moments(level: Array, spread: float, evidence: Evidence) -> tuple[Array, Array]:
-    """Mean [entries] of a sample's log length, and of its squared distance from its prompt's level [prompts]."""
+    """Return the means [entries] of a sample's log length, and of its squared distance from its prompt's level
+    [prompts]."""
     away = evidence.log_tokens - level[evidence.prompt]
     lift = inverse_mills(away / spread) * spread
     mean = np.where(evidence.known, evidence.log_tokens, level[evidence.prompt] + lift)
@@ -88,10 +90,10 @@ def moments(level: Array, spread: float, evidence: Evidence) -> tuple[Array, Arr
 
 
 def inverse_mills(z: Array) -> Array:
-    """pdf(z) / P(Z > z) of the standard normal, any shape: the mean of Z where Z > z."""
+    """Return pdf(z) / P(Z > z) of the standard normal, for any shape: the mean of Z given Z > z."""
     return np.interp(z, _Z, _MILLS)
 
 
 def quantiles_beyond(z: Array, levels: Array) -> Array:
-    """[rows, Q]: quantiles of a standard normal Z, given that Z > z [rows], at `levels` [Q]."""
+    """Return the quantiles [rows, Q] of a standard normal Z at `levels` [Q], given that Z > z [rows]."""
     return np.asarray(np.interp(np.interp(z, _Z, _HAZARD)[:, None] - np.log1p(-levels), _HAZARD, _Z))

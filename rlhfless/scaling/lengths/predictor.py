@@ -1,4 +1,4 @@
-"""The predictor of a run: samples of a step in, forecasts out. The model is in the package's docstring."""
+"""The length predictor of a run: samples of a step in, forecasts out. See the package docstring for the model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ STEPS_KEPT = 0.9
 """Weight of all earlier steps at each new one: a memory of about ten steps, some thousands of samples."""
 
 DRIFT_VARIANCE = 0.05**2
-"""From one visit to the next a level drifts by a twentieth of the length, so that the last visits, of 8 samples each,
-count most: the newest one a third. Without any drift, a level would stand still after many visits. Simulated levels do
-not drift, and forecasts of them lose less than 0.2 % (pinball loss) by it; by a tenth, 0.3 %."""
+"""Between two visits a level drifts by a twentieth of the length, so that the last visits, of 8 samples each, count
+most: the newest one a third. Without drift, a level would stop changing after many visits. Simulated levels do not
+drift; their forecasts lose less than 0.2 % (pinball loss) through it, and 0.3 % with a drift of a tenth.
+"""
 
 LEAST_BETWEEN = 0.1
-"""Smallest share of the variance of all lengths that is ascribed to prompts; with 0 no level would ever be learned."""
+"""Minimum share of the variance of all lengths attributed to prompts; with 0 no level would ever be learned."""
 
 FIRST_GUESS, FIRST_VARIANCE, FIRST_COUNT = 0.25, 1.0, 4.0
-"""Before the first step a response has a quarter of max_tokens, give or take a factor of e, believed like 4 samples."""
+"""Prior of a response's length: a quarter of max_tokens, within a factor of e, weighted as 4 samples."""
 
 FIRST_SPREAD, SPREAD_COUNT = 0.4, 16.0
-"""Before the first step siblings differ by a factor of 1.5, believed like 16 samples."""
+"""Prior of the ratio between siblings' lengths: 1.5, weighted as 16 samples."""
 
 
 class RunningMean:
-    """A weighted mean that forgets old steps and starts with `value`, which counts as `weight` samples."""
+    """A weighted mean that forgets old steps. It starts at `value`, which counts as `weight` samples."""
 
     def __init__(self, value: float, weight: float) -> None:
         self.value = value
@@ -37,17 +38,17 @@ class RunningMean:
         self._total = self._count = 0.0
 
     def add(self, total: float, count: float) -> None:
-        """Add `count` samples that sum to `total`."""
         self._total = self._total * STEPS_KEPT + total
         self._count = self._count * STEPS_KEPT + count
         self.value = (self._prior[0] + self._total) / (self._prior[1] + self._count)
 
 
 class LengthPredictor:
-    """What a run has learned of the lengths of its responses."""
+    """Learned response lengths of a run."""
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: the longest response that the engine generates. Raises ValueError if it is below 1."""
+        """Initialise an untrained predictor. `max_tokens` is the longest response that the engine generates; raises
+        ValueError if it is below 1."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; a response has at least 1 token")
         self.max_tokens = max_tokens
@@ -58,14 +59,14 @@ class LengthPredictor:
         self._prompts: dict[str, tuple[float, float]] = {}
         """Distance of each prompt's level from the run's mean after its last visit, and the level's variance."""
         self._before: tuple[Sequence[str], Levels] | None = None
-        """The prompts of the step that is under way, and their levels before it."""
+        """The prompts of the current step, and their levels before it."""
 
     def seen(self, prompt_ids: Sequence[str]) -> BoolArray:
-        """[prompts]: whether each prompt was in an earlier step."""
+        """Return whether each prompt [prompts] was in an earlier step."""
         return np.array([prompt_id in self._prompts for prompt_id in prompt_ids])
 
     def forecast(self, samples: StepSamples) -> Forecast:
-        """The remaining tokens of the unfinished samples."""
+        """Return the remaining tokens of the unfinished samples."""
         evidence, entry, first = evidence_of(samples)
         level = update(self._levels(samples.prompt_ids), self._spread, evidence)
         rows, unended = np.flatnonzero(~samples.ended), ~samples.ended[first]
@@ -78,13 +79,13 @@ class LengthPredictor:
         return Forecast(rows, (np.cumsum(unended) - 1)[entry[rows]], tokens, table)
 
     def learn(self, samples: StepSamples) -> None:
-        """Learn from a step that is over. A sample that did not end counts as longer than it was seen."""
+        """Learn from a completed step. A sample that did not end counts as longer than observed."""
         evidence, _, _ = evidence_of(samples)
         prior, spread, prompts = self._levels(samples.prompt_ids), self._spread, len(samples.prompt_ids)
         level = update(prior, spread, evidence)
         mean, squared = moments(level.mean, spread, evidence)
         middle, number = level.mean[evidence.prompt], evidence.number
-        # A level takes a part of the distances of its own samples, as a mean does in n - 1.
+        # A level absorbs a part of the distances of its own samples, as with n - 1 for a sample mean.
         count = evidence.sums(1.0, prompts)
         free = count - np.minimum(count * level.variance / spread**2, count)
         self._spread_variance.add(float(squared @ number), float(free.sum()))
@@ -99,7 +100,7 @@ class LengthPredictor:
         return math.sqrt(self._spread_variance.value)
 
     def _levels(self, prompt_ids: Sequence[str]) -> Levels:
-        """The levels of prompts before a visit."""
+        """Return the levels of prompts before a visit."""
         if self._before is not None and self._before[0] == prompt_ids:
             return self._before[1]
         total = self._square.value - self._mean.value**2

@@ -1,4 +1,4 @@
-"""How good forecasts were: figures for forecasts and the lengths that came. Pure."""
+"""Quality measures of forecasts, given the actual lengths. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Array
 
 
 def pinball(quantiles: Array, real: Array) -> Array:
-    """Pinball loss [samples, Q] of quantiles [samples, Q] at QUANTILE_LEVELS, against what came [samples]."""
+    """Return the pinball loss [samples, Q] of quantiles [samples, Q] at QUANTILE_LEVELS, given the actual values
+    [samples]."""
     above = real[:, None] - quantiles
     return np.maximum(QUANTILE_LEVELS * above, (QUANTILE_LEVELS - 1) * above)
 
 
 def spearman(first: Array, second: Array) -> float | None:
-    """Spearman's rank correlation; ties share their mean rank. None if either is constant."""
+    """Return Spearman's rank correlation, with ties at their mean rank, or None if either is constant."""
     one, two = _ranks(first), _ranks(second)
     spread = float(np.sqrt(one.var() * two.var()))
     return float(((one - one.mean()) * (two - two.mean())).mean()) / spread if spread > 0 else None

@@ -16,13 +16,13 @@ Rollouts = Sequence[TracedRollout]
 
 
 def steps_of(trace: Trace) -> list[Rollouts]:
-    """The rollouts of each step that has some, in order; those of a step are ordered by prompt and sample index."""
+    """Return the rollouts of each step that has any, in order; within a step, ordered by prompt and sample index."""
     ordered = sorted(trace.rollouts, key=lambda rollout: (rollout.step, rollout.prompt_id, rollout.sample_index))
     return [tuple(group) for _, group in groupby(ordered, key=lambda rollout: rollout.step)]
 
 
 def samples_at(rollouts: Rollouts, at_s: float = float("inf")) -> StepSamples:
-    """The state of a step's samples at `at_s` (unix time). Samples are assumed to generate at an even pace."""
+    """Return the state of a step's samples at `at_s` (unix time), assuming an even pace of generation."""
     prompt_ids = tuple(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
     row = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
     prompt = np.array([row[rollout.prompt_id] for rollout in rollouts])
@@ -37,7 +37,7 @@ def samples_at(rollouts: Rollouts, at_s: float = float("inf")) -> StepSamples:
 
 
 def max_tokens_of(trace: Trace) -> int:
-    """The max_tokens of a trace's responses. Raises TraceError if its spec does not say."""
+    """Return the max_tokens of a trace's responses. Raises TraceError if its spec lacks it."""
     try:
         return int(trace.meta.spec["generation"]["max_tokens"])
     except (KeyError, TypeError) as error:
