@@ -178,7 +178,6 @@ class EnginePool:
         return self._spans.get(row, [])
 
     def _price(self) -> None:
-        """Add all prices that engines lack."""
         engines = self.memory.engine
         lacking = engines[engines["wanted_tokens"] > 0]
         for tokens, context in lacking[["wanted_tokens", "wanted_context"]].tolist():

@@ -126,7 +126,6 @@ class Table(NamedTuple):
         return Table(*columns)
 
     def copied(self) -> Table:
-        """Return a copy."""
         columns: list[Any] = [column.copy() for column in self]
         return Table(*columns)
 

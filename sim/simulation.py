@@ -155,7 +155,6 @@ class Simulation:
         return under_way
 
     def _advance(self) -> None:
-        """Advance to the next event."""
         drawn = self._drawn
         until_s = max(self.now_s, min(self.fleet.agenda.next_s, self._heartbeat_s if drawn else math.inf))
         if math.isinf(until_s):

@@ -300,15 +300,12 @@ def _take_share(now: PolicyContext, slot: int, actors: int) -> list[Action]:
 
 
 def ray_serve(settings: RayServeSpec) -> QueueReactive:
-    """Return the policy `queue_reactive_ray_serve`."""
     return QueueReactive(RayServe(settings))
 
 
 def knative(settings: KnativeSpec) -> QueueReactive:
-    """Return the policy `queue_reactive_knative`."""
     return QueueReactive(Knative(settings))
 
 
 def keda(settings: KedaSpec) -> QueueReactive:
-    """Return the policy `queue_reactive_keda`."""
     return QueueReactive(Keda(settings))

@@ -61,7 +61,6 @@ class PolicyComparison:
         return [Totals.of(steps_of(run.steps, part, self.scenario.epoch_steps)) for run in self.results[label]]
 
     def rows(self, part: Part) -> list[ResultRow]:
-        """Return one row per policy."""
         first = self.totals(next(iter(self.results)), part)
         return [row_of(label, self.totals(label, part), first, self.regrets(label, part)) for label in self.results]
 

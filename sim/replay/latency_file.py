@@ -127,7 +127,6 @@ class LatencyFile(SpecModel):
 
     @property
     def engine(self) -> BentEngine:
-        """The engine model."""
         return BentEngine(**self.generation.model_dump())
 
 

@@ -259,7 +259,7 @@ def _biased(steps: Sequence[ReplayedStep], stage: str) -> float:
 
 
 def _may_be_chance(values: Sequence[float]) -> bool:
-    """Return whether 0 lies in the 95 % interval of the mean of independent values."""
+    """Return whether the mean of independent values may be 0: within its 95 % interval, or with too few values."""
     if len(values) < LEAST_VALUES:
         return True
     interval = mean_interval(values)

@@ -84,7 +84,6 @@ class ScenarioLayout:
             raise timing.DoesNotFit(scenario.name, [Problem("placement", what, hint)])
 
     def actors(self) -> tuple[ActorShape, ...]:
-        """Return the slots for generation."""
         machines, devices = self._generation
         if self._placement.mode == "disaggregated":
             devices = devices.without(self.learner_side)
@@ -226,7 +225,6 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
 
 
 def prefix_use(scenario: Scenario) -> PrefixUse:
-    """Return how the scenario's run computes shared prefixes."""
     if scenario.prefixes is None or scenario.prefixes.sharing == "engine":
         return PrefixUse()
     forward = None
@@ -238,7 +236,6 @@ def prefix_use(scenario: Scenario) -> PrefixUse:
 
 
 def lease_terms(scenario: Scenario, layout: ScenarioLayout) -> RentalTerms:
-    """Return the terms of the layout's devices."""
     book = price_book(scenario)
     billings = [book.device(machines.kind).billing for machines in layout.machines]
     return RentalTerms.of(billings, scenario.cluster.reacquire_s)
