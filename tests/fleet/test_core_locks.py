@@ -1,4 +1,4 @@
-"""Cores are locked by a file each: runs on one machine get different ones, and the kernel gives them back."""
+"""Cores are locked by one file each: runs on a machine get different cores, and the kernel releases the locks."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from rlhfless.fleet.cluster import Cluster
 
 
 class Function:
-    """A function that would be deployed."""
+    """A function to deploy."""
 
 
 async def test_many_replicas_are_deployed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     deployed = []
 
     def run_many(targets: list[Any], **_: Any) -> None:
-        # As Serve does when it describes a deployment; a second caller in between finds its module unregistered.
+        # As Serve does when it describes a deployment; a concurrent caller finds its module unregistered.
         cloudpickle.register_pickle_by_value(request_router)
         time.sleep(0.005)
         cloudpickle.unregister_pickle_by_value(request_router)

@@ -1,4 +1,4 @@
-"""Turns, with functions of ours that say when they wake and sleep."""
+"""Turns on devices, with functions that record when they wake and sleep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTS, NEXT = (
 
 
 class Function:
-    """Writes what happens to it into a common log; waking it takes a few turns of the event loop."""
+    """Records its events in a common log. Waking takes a few turns of the event loop."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.awake, self.fault = name, log, False, None
@@ -90,7 +90,7 @@ async def test_after_a_switch_that_failed_the_next_one_puts_all_others_to_sleep(
     functions[1].fault = RuntimeError("no memory")
     with pytest.raises(RuntimeError, match="no memory"):
         await work(turns, functions[1], functions)
-    functions[1].awake = True  # half of it may be
+    functions[1].awake = True  # it may be partly awake
     await work(turns, functions[0], functions)
 
 
@@ -131,7 +131,7 @@ async def test_pools_on_one_device_take_turns_and_a_pool_beside_them_does_not() 
         assert states() == ["serving", "sleeping", "serving", "serving"]
     assert (await reference.ready(CALL)).state is ReplicaState.SERVING
     assert states() == ["sleeping", "serving", "serving", "serving"]
-    await learner.stop(*learner.replicas())  # an orderly stop of a sleeping one
+    await learner.stop(*learner.replicas())  # a clean stop of a sleeping replica
     assert cluster.stopped == ["learner-0"]
 
 
@@ -156,7 +156,7 @@ async def test_a_replica_that_does_not_fall_asleep_is_ended_before_the_next_one_
     cluster.restless.add("reference-0")
     async with learner.turn(CALL):
         assert cluster.stopped == ["reference-0"]
-        assert reference.state(0) is None  # another one can start there
+        assert reference.state(0) is None  # another replica can start there
         assert reference.lost == 1
 
 
@@ -170,7 +170,7 @@ async def test_a_replica_that_is_lost_while_it_falls_asleep_holds_nothing_up() -
 
 
 class Shared:
-    """The run's turn on devices that it shares: another run wants it when the test says so."""
+    """The run's turn on shared devices. Another run requests the devices when the test says so."""
 
     def __init__(self, log: list[str]) -> None:
         self.log, self.asked, self.taken = log, asyncio.Event(), False

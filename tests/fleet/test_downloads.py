@@ -1,4 +1,4 @@
-"""Models of the hub are fetched on every node, and what keeps one from it is named."""
+"""Models of the hub are fetched on every node, and the cause of a failed fetch is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster that cannot be joined is said so, in bounded time."""
+"""Failures to join a cluster are reported within bounded time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_other_forms_of_addresses_are_left_to_ray(
 
 
 def test_a_controller_that_another_driver_makes_at_the_same_moment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve fails where the controller's name was taken after it looked, as the next look finds it."""
+    """Serve fails if the controller's name is taken after its look-up; the next look-up finds the controller."""
     monkeypatch.setattr(cluster, "POLL_S", 0.0)
     calls: list[object] = []
 
@@ -62,7 +62,7 @@ def test_a_controller_that_another_driver_makes_at_the_same_moment_is_used(monke
 async def test_a_cluster_that_fails_a_driver_is_tried_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service starts another attempt after NoCluster; an error of another kind would pause the run."""
+    """The service starts another attempt after NoCluster; another kind of error would pause the run."""
     monkeypatch.setattr(Cluster, "_start", starts(fails_with=ActorAlreadyExistsError("SERVE_CONTROLLER_ACTOR")))
     with pytest.raises(NoCluster, match="did not let this run in: ActorAlreadyExistsError: SERVE_CONTROLLER_ACTOR"):
         await Cluster.start(PlacementSpec(ray_address="auto"), tmp_path)
@@ -82,7 +82,7 @@ async def test_a_listener_that_is_no_ray_is_given_up(tmp_path: Path, monkeypatch
 async def test_a_ray_that_is_not_up_in_time_is_no_fault_of_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray raises a bare Exception, and has no setting for how long it waits."""
+    """Ray raises a bare Exception, and has no setting for its start timeout."""
     monkeypatch.setattr(Cluster, "_start", starts(fails_with=Exception("The current node timed out during startup.")))
     with pytest.raises(
         NoCluster,
@@ -172,7 +172,7 @@ def test_the_token_is_for_the_user_alone(umask: int, tmp_path: Path) -> None:
     assert len(token) == 64
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    file.chmod(0o644)  # as Ray itself leaves it
+    file.chmod(0o644)  # as left by Ray itself
     ray_session.private_token(tmp_path)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert file.read_text() == token
@@ -203,9 +203,9 @@ assert not ray.is_initialized()
 
 
 def test_nothing_starts_a_second_ray() -> None:
-    """Without the refusal, `serve.delete` and every call of Ray's own API start one if there is none.
+    """Without the refusal, `serve.delete` and every call of Ray's own API start a Ray if there is none.
 
-    In a process of its own: this one may have joined the Ray that other tests share.
+    Runs in a separate process, because this one may have joined the Ray that other tests share.
     """
     ended = subprocess.run([sys.executable, "-c", NOTHING_STARTS_ONE], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
@@ -214,7 +214,7 @@ def test_nothing_starts_a_second_ray() -> None:
 def test_calls_under_way_say_nothing_when_ray_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stopped run's log ended with a stack trace of Serve's callback for a generation call that was under way."""
+    """The log of a stopped run used to end with a stack trace of Serve's callback for a generation call in progress."""
 
     def end() -> None:
         try:

@@ -14,7 +14,7 @@ TYPE = "ray.io/accelerator-type"
 
 
 def reported(name: str, *, alive: bool = True, accelerator: str = "", **resources: float) -> dict[str, Any]:
-    """As `ray.nodes()` has it."""
+    """Return a node as in `ray.nodes()`."""
     labels = {"ray.io/node-id": name} | ({TYPE: accelerator} if accelerator else {})
     return {
         "NodeID": name,

@@ -1,4 +1,4 @@
-"""Replicas join and leave a pool in the background, within its bounds, and work that is under way hears of them."""
+"""Replicas join and leave a pool in the background, within its bounds, and running work is notified."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def watched(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, Wat
 async def test_a_start_goes_on_in_the_background_and_its_end_is_heard_of() -> None:
     cluster, pool, watcher = watched("a")
     pool.start(2, CALL)
-    pool.start(2, CALL)  # asked for twice, begun once
+    pool.start(2, CALL)  # requested twice, started once
     assert pool.state(2) is ReplicaState.STARTING
     assert pool.state(1) is None
     await until(lambda: cluster.begun == [2])
@@ -43,7 +43,7 @@ async def test_a_start_that_fails_leaves_the_slot_empty(caplog: pytest.LogCaptur
     await until(lambda: watcher.heard == [("missed", 1)])
     assert pool.state(1) is None
     assert "generation replica at slot 1 did not start; the slot stays empty for now: no slot" in caplog.text
-    await pool.wait_any_up()  # there is another, so nothing waits
+    await pool.wait_any_up()  # another replica is serving, so nothing waits
 
 
 async def test_a_start_waits_for_its_time_unless_it_is_asked_for_earlier() -> None:
@@ -55,13 +55,13 @@ async def test_a_start_waits_for_its_time_unless_it_is_asked_for_earlier() -> No
     pool.start(1, CALL)
     await until(lambda: cluster.begun == [2, 1])
     await pool.close()
-    assert pool.state(1) is None  # a start that is under way at the end is called off
+    assert pool.state(1) is None  # a start in progress is cancelled at the end
 
 
 async def test_the_fewest_are_kept_and_one_that_leaves_hands_back_first() -> None:
     cluster, pool, watcher = watched("a", "b", "c", fewest=2)
     assert pool.release(1)
-    assert pool["b"].state is ReplicaState.DRAINING  # at once: it gets no work any more
+    assert pool["b"].state is ReplicaState.DRAINING  # at once: it gets no more work
     assert pool.state(1) is None
     assert not pool.release(0)
     await until(lambda: cluster.stopped == ["b"])
@@ -99,7 +99,7 @@ async def test_a_start_that_waits_for_its_slot_can_be_called_off() -> None:
     assert pool.state(1) is None
 
 
-# -- a function with one replica, which waits between its uses
+# -- a function with one replica that waits between its uses
 
 
 def helper(hold: str = "auto", *, there: bool = True) -> tuple[FakeCluster, ReplicaPool]:
@@ -195,7 +195,7 @@ async def test_actors_leave_a_node_that_leaves_and_the_fewest_start_again() -> N
     pool.leave_nodes(frozenset({"n1"}), CALL)
     assert pool.must_move is False, "what leaves already"
     assert [replica.name for replica in pool.serving()] == ["b"]
-    # One of three may go for good; the next would leave fewer than two.
+    # One of three may leave for good; another departure would leave fewer than two.
     assert [pool.state(slot) for slot in range(3)] == [None, ReplicaState.SERVING, ReplicaState.STARTING]
     await until(lambda: cluster.stopped == ["a", "c"] and cluster.begun == [2])
     assert watcher.heard[:2] == [("drain", "a"), ("drain", "c")]

@@ -1,4 +1,4 @@
-"""What a private Ray writes is for its user alone, whatever the length of its path, and is gone at its end."""
+"""Files of a private Ray are readable only by its user, whatever the length of its path, and are removed at its end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ else:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that all users can enter, which pytest's own are not."""
+    """Yield a folder that all users can enter, unlike pytest's own folders."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -99,7 +99,7 @@ def test_a_place_where_any_user_can_put_another_folder_is_refused(open_folder: P
 
 @contextmanager
 def asked(script: str, *words: object, **environment: str) -> Iterator[str]:
-    """The line that a script prints; at the end of the block it goes on to its end."""
+    """Start a script and yield the line that it prints; at the end of the block, let it finish."""
     command = [sys.executable, "-c", script, *map(str, words)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, umask=0o022, env=os.environ | environment

@@ -1,4 +1,4 @@
-"""The manager of runs that share devices, without Ray: reservations are fakes, and have what the test says."""
+"""The manager of runs that share devices, without Ray: reservations are fakes with the test's devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOON_S = 0.05
 
 
 class Holders:
-    """Gives out so many devices; a holder that comes later pends."""
+    """Grants a fixed number of devices; later reservations stay pending."""
 
     def __init__(self, devices: int) -> None:
         self.free = [str(number) for number in range(devices)]
@@ -40,11 +40,11 @@ class Holders:
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Holders:
-    """Two devices."""
+    """Provide two devices."""
     made = Holders(2)
     monkeypatch.setattr(reservations.ray, "remote", made.made)
     monkeypatch.setattr(reservations.ray, "kill", made.killed.append)
-    # A manager ends its process when its lease does, and this one's process is the test's.
+    # A manager ends its process when its lease expires; here that is the test's process.
     monkeypatch.setattr(reservations, "Lease", lambda *_, **__: SimpleNamespace(renew=lambda *_: None))
     return made
 
@@ -59,7 +59,7 @@ async def device_of(keeper: ReservationManager, of: Tenant, group: str, *, room:
 
 
 async def seated(keeper: ReservationManager, *runs: str) -> None:
-    """Each of the runs has generation and learner on the two devices."""
+    """Give each run generation and a learner on the two devices."""
     for run in runs:
         for group in ("generation-0", "learner-0"):
             assert await device_of(keeper, tenant(run), group, room=run == runs[0])

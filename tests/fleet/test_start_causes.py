@@ -1,4 +1,4 @@
-"""What is told of a replica that did not start: the innermost cause, whole."""
+"""The report of a replica that did not start: the innermost cause, in full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray.serve.schema import ApplicationStatus
 
 from rlhfless.fleet.cluster import Cause, Cluster, FleetError, innermost
 
-# As Ray 2.60 says it: an error of a learner's rank, by way of its front and of Serve's controller.
+# Text of Ray 2.60: an error of a learner's rank, reported through its controller and Serve's controller.
 SERVE = """The deployment failed to start 1 times in a row. This may be due to a problem with its constructor or \
 initial health check failing. See controller logs for details. Error:
 \x1b[36mray::ServeReplica:run-learner-0:run-learner-0.initialize_and_get_metadata()\x1b[39m (pid=1, ip=127.0.0.1)

@@ -1,4 +1,4 @@
-"""Devices of a real Ray with several nodes on one machine: GPUs that only Ray believes in, stand-ins for functions."""
+"""Devices of a real Ray with several nodes on one machine, with fake GPUs and fake functions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(180)]
 
 A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 JOINED = "127.0.0.1:1"
-"""Only says that the cluster may grow; the test process has joined it already."""
+"""Only declares that the cluster may grow; the test process has already joined it."""
 
 
 @pytest.fixture(scope="module")
 def ray_nodes() -> Iterator[RayNodes]:
-    """The head without GPUs; A with 3 GPUs; B with 2, of which a mask shows 4 and 5 of its machine."""
+    """Start a head without GPUs, node A with 3 GPUs, and node B with 2 that its mask names 4 and 5."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_AUTH_MODE", "disabled")
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -90,11 +90,11 @@ async def test_an_actor_is_on_one_node_and_runs_are_kept_apart() -> None:
     spec = PlacementSpec(mode="disaggregated", learner_devices=1)
     async with stand_in_run("one", spec, actors=2, per_actor=2) as one:
         places = await asyncio.gather(*(one.add(one.actors, slot) for slot in (0, 1)))
-        # A chooses two of its three; on B they are called by the mask that is there.
+        # A chooses two of its three GPUs; on B they are named by the existing mask.
         assert [(address, len(gpus)) for address, gpus in places] == [(A, 2), (B, 2)]
         assert places[1][1] == ["4", "5"]
         assert (await one.add(one.scoring, 0))[1] == [], "a CPU function sees GPUs"
-        # The learner's device is not taken yet; another run may have it.
+        # The learner's device is not taken yet; another run may use it.
         await until_free({A: 1, B: 0})
         async with stand_in_run("two", PlacementSpec(devices=1), actors=1, devices_s=7) as two:
             address, gpus = await two.add(two.actors, 0)
@@ -103,7 +103,7 @@ async def test_an_actor_is_on_one_node_and_runs_are_kept_apart() -> None:
             async with stand_in_run("three", PlacementSpec(devices=1), actors=1, devices_s=7) as three:
                 with pytest.raises(NoDevices, match=r"\(timeouts.devices_s\) for devices: 1 x h100 on one node: 127"):
                     await three.add(three.actors, 0)
-        # An actor that has gone gives its devices back while the run goes on.
+        # A stopped actor returns its devices while the run continues.
         await one.actors.stop(one.actors.replicas()[0])
         await until_free({A: 3, B: 0})
     await until_free({A: 3, B: 2})
@@ -179,7 +179,7 @@ async def test_an_actor_starts_elsewhere_and_a_resumed_run_keeps_its_devices(ray
 
 
 async def test_a_node_that_is_drained_is_left_and_its_ray_ends(ray_nodes: RayNodes) -> None:
-    """The actor gives its devices back and starts elsewhere, though the node that leaves has more that are free."""
+    """The actor returns its devices and starts elsewhere, although the leaving node has more free devices."""
     leaving = add(ray_nodes, C, 4)
     spec = PlacementSpec(devices=2, ray_address=JOINED)
     async with stand_in_run("leaves", spec, actors=2) as run:
@@ -206,7 +206,7 @@ async def test_a_node_that_is_drained_is_left_and_its_ray_ends(ray_nodes: RayNod
 
 @pytest.mark.parametrize("holds", [pytest.param(False, marks=pytest.mark.seldom), True], ids=["idle", "held"])
 async def test_the_hook_of_a_pod_that_ends(ray_nodes: RayNodes, monkeypatch: pytest.MonkeyPatch, holds: bool) -> None:
-    """It drains its own node alone, waits no longer than it must, and leaves no Ray behind."""
+    """The hook drains only its own node, waits no longer than necessary, and leaves no Ray behind."""
     monkeypatch.setenv(INSTANCE, "pod-1")
     ending = add(ray_nodes, C, 4)
     async with stand_in_run("hooked", PlacementSpec(devices=1, ray_address=JOINED), actors=1) as run:
@@ -231,7 +231,7 @@ async def test_the_hook_of_a_pod_that_ends(ray_nodes: RayNodes, monkeypatch: pyt
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_nodes")
 def test_the_self_test_broadcasts_between_the_nodes() -> None:
-    """Each node takes part with its own address, in processes that its Ray starts."""
+    """Each node participates with its own address, in processes that its Ray starts."""
     outcome = between_nodes(partial(on_each_node, timeout_s=4 * MEET_S, with_cores=True))
     assert outcome.state == "ok", outcome.why
     assert outcome.measured.keys() >= {A, B}

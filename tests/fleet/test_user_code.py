@@ -1,4 +1,4 @@
-"""The modules that a spec names: found, copied with what lies beside them, and no more than that."""
+"""The modules that a spec names are found and copied with their neighbouring modules, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfless.spec import RunSpec
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a module, a package and much that is neither."""
+    """Create the current folder with a module, a package, and many other files."""
     folder = tmp_path / "mine"
     (folder / "travelling_package").mkdir(parents=True)
     (folder / "travelling_reward.py").write_text(

@@ -1,4 +1,4 @@
-"""Weights reach every actor through one door; lost actors are replaced, and the others go on."""
+"""Weights reach every actor through a single path; lost actors are replaced, and the others continue."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest
     _, pool, weights, _ = weights_of("a")
     info = ReplicaInfo("a-1", 1, "here", start_seconds={"import": 5.0, "weights_disk": 2.5}, kv_capacity_tokens=4096)
     await weights.load(pool["a"], WEIGHTS, CALL)
-    assert rows == []  # an earlier driver has started this one
+    assert rows == []  # an earlier driver has started this actor
     times = iter([100.0, 109.0])
     new = Replica("b", FunctionName.GENERATION, pool["a"].allocation, NoRecords(), lambda: next(times, 110.0))
     new.mark_up(pool["a"]._handle, info)  # type: ignore[arg-type]
@@ -55,10 +55,10 @@ async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest
 async def test_a_sync_replaces_what_was_lost_beside_the_others() -> None:
     cluster, pool, weights, _ = weights_of("a", "b", fewest=2)
     pool["a"].give_up("it died")
-    await weights.sync(WEIGHTS, CALL)  # b is there: nothing waits for the new one
+    await weights.sync(WEIGHTS, CALL)  # b is serving: nothing waits for the new actor
     await until(lambda: cluster.begun == [0])
     await weights.sync(WEIGHTS, CALL)
-    assert cluster.begun == [0]  # it is on its way already
+    assert cluster.begun == [0]  # it is already starting
     await pool.close()
 
 
@@ -68,7 +68,7 @@ async def test_a_sync_goes_on_with_the_others_when_a_start_has_failed() -> None:
     await until(lambda: cluster.begun == [1])
     cluster.gates[1].set_exception(FleetError("no slot"))
     await until(lambda: watcher.heard == [("missed", 1)])
-    await weights.sync(WEIGHTS, CALL)  # there is another, so the step goes on
+    await weights.sync(WEIGHTS, CALL)  # another actor exists, so the step continues
 
 
 async def test_a_sync_waits_for_the_first_that_comes_up_when_none_is_there() -> None:
@@ -93,7 +93,7 @@ async def test_a_sync_says_why_no_actor_came_up() -> None:
 
 
 class Loading:
-    """A sync of two actors whose loads have begun and end when the test lets them."""
+    """A sync of two actors whose loads have started and end when the test says so."""
 
     def __init__(self, fewest: int = 1) -> None:
         self.cluster, self.pool, self.weights, self.watcher = weights_of("a", "b", fewest=fewest)
@@ -106,7 +106,7 @@ class Loading:
         return self
 
     def release(self, name: str) -> None:
-        """Its process ends, as it was told to, while it loads."""
+        """End the actor's process on request while it loads."""
         self.pool[name].drain()
         self.pool[name].mark_ended()
         self.cluster.loads[name].set_exception(ReplicaLost(f"{name} died"))
@@ -123,7 +123,8 @@ async def test_work_hears_of_each_actor_as_soon_as_it_has_loaded_the_weights() -
 
 
 async def test_no_actor_serves_older_weights_when_a_sync_has_asked() -> None:
-    """The next sync waits for the one before; until it has asked, an actor may serve what that one brings."""
+    """The next sync waits for the previous one. Until its request is made, an actor may serve the previous sync's
+    weights."""
     scene = await Loading().begun()
     newer = replace(WEIGHTS, version=replace(WEIGHTS.version, step=3))
     asked = asyncio.Event()
@@ -152,7 +153,7 @@ async def test_an_actor_that_is_lost_while_it_loads_is_replaced_and_the_others_g
 
 
 async def test_a_sync_fails_if_no_actor_survives_it() -> None:
-    """As when the weights' file is damaged: actors that start in their stead would die of it, too."""
+    """For example when the weights' file is damaged: replacement actors would fail, too."""
     scene = await Loading(fewest=2).begun()
     scene.pool["a"].give_up("a died")
     await until(lambda: scene.cluster.begun == [0])

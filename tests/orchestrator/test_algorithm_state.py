@@ -1,4 +1,4 @@
-"""A KL coefficient that follows a target, from step to step, over steps done again and restores."""
+"""A KL coefficient that follows a target, across steps, repeated steps and restores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from rlhfless.util.errors import UserError
 
 
 def test_the_coefficient_by_hand() -> None:
-    # Half above the target is cut to 20 %; 100 of 1000 samples: 2 % more. A quarter below to 20 %, 2 % less.
+    # Half above the target is clipped to 20 %; 100 of 1000 samples: 2 % more.
+    # A quarter below the target is clipped to 20 %: 2 % less.
     assert next_kl_coefficient(0.1, 1.5, 1.0, samples=100, horizon=1000) == pytest.approx(0.1 * 1.02)
     assert next_kl_coefficient(0.1, 0.75, 1.0, samples=100, horizon=1000) == pytest.approx(0.1 * 0.98)
     assert next_kl_coefficient(0.1, 1.1, 1.0, samples=100, horizon=1000) == pytest.approx(0.1 * 1.01)
@@ -32,9 +33,9 @@ def test_the_coefficient_by_hand() -> None:
 
 
 def batch_with_kl(kl: float) -> PackedBatch:
-    """Two samples whose KL per token by k1 is `kl`."""
+    """Return two samples whose KL per token by k1 is `kl`."""
     packed = pack([group("p", 2).adding(score=[Score(1.0, {}), Score(0.0, {})])])
-    old = packed.rollout_logprobs - np.float32(0.25)  # the engine's own would give a KL that is 0.25 larger
+    old = packed.rollout_logprobs - np.float32(0.25)  # the engine's own logprobs would give a KL that is 0.25 larger
     return packed.with_columns(old_logprobs=old, reference_logprobs=old - np.float32(kl))
 
 
@@ -49,7 +50,7 @@ def test_a_step_done_again_has_its_own_coefficient_and_does_not_count_twice() ->
     assert state.coefficient_after(1) == pytest.approx(0.51)
     assert state.learn(2, batch_with_kl(0.5))["kl_coefficient"] == pytest.approx(0.51)
     assert state.coefficient_after(2) == pytest.approx(0.51 * 0.98)
-    # The advantages are made with the step's own.
+    # The advantages use the step's own coefficient.
     one = state.at(2).advantages(batch_with_kl(2.0))
     other = AlgorithmState(ADAPTIVE.model_copy(update={"kl": RewardKLSpec(coefficient=0.51)})).at(1)
     assert one.tolist() == other.advantages(batch_with_kl(2.0)).tolist()
@@ -115,8 +116,8 @@ def cut_off(sample: Sample) -> Sample:
 
 
 def test_the_reward_of_a_truncated_response_has_its_kl() -> None:
-    """It is compared with the others of its group, so it must be what theirs are. (TRL's RLOOTrainer with
-    `mask_truncated_completions: true` leaves the KL of its tokens out, so that its reward is better.)"""
+    """The reward is compared with those of its group, so it must be defined in the same way. (TRL's RLOOTrainer with
+    `mask_truncated_completions: true` omits the KL of its tokens, which raises its reward.)"""
     kl, rewards, coefficient = (0.5, 2.0, 1.0), (1.0, 0.0, 0.5), 0.25
     first, second, third = group("p", 3).adding(score=[Score(reward, {}) for reward in rewards]).samples
     samples = (first, cut_off(second), third)
@@ -142,7 +143,7 @@ def test_the_reward_of_a_truncated_response_has_its_kl() -> None:
 async def test_kl_in_the_reward_is_of_the_learners_policy_whatever_the_schedule_and_updates(
     tmp_path: Path, algorithm: str, epochs: int, schedule: str
 ) -> None:
-    """The engine's logprobs are 0, the learner's are -1.5, and the reference says 1: the KL of a token is -2.5."""
+    """The engine's logprobs are 0, the learner's -1.5, and the reference's 1, so the KL of a token is -2.5."""
     kl = {"coefficient": 0.5, "target": 1.0, "horizon": 20}
     scene = Scene(tmp_path, algorithm={"type": algorithm, "kl": kl}, epochs=epochs, schedule=schedule)
     scene.learner.gate.set()
@@ -178,7 +179,7 @@ async def test_without_a_kl_in_the_reward_a_step_has_no_pass_for_old_logprobs(tm
 async def test_a_reference_that_gives_nan_stops_the_step_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One NaN would have turned the gradient of the whole step into NaN, and the update would have been skipped."""
+    """A single NaN would make the whole step's gradient NaN, and the update would be skipped."""
     call = scenes.Function.call
 
     async def broken(self: scenes.Function, method: str, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which checkpoints are saved for their figure on held-out prompts, and which is the best."""
+"""Which checkpoints are saved for their held-out metric, and which is the best."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Saved(Checkpoints):
 
 
 class FakeRun:
-    """Evaluates to given figures, and saves at once."""
+    """Evaluates to given values, and saves at once."""
 
     held_out = ("a prompt",)
     trainers = SimpleNamespace(must_move=False)
@@ -57,7 +57,7 @@ class FakeRun:
 async def saved_by(
     monkeypatch: pytest.MonkeyPatch, figures: Mapping[int, float], every: int | None, best: BestSpec
 ) -> FakeRun:
-    """A run of nine steps that is evaluated after each second one."""
+    """Drive a run of nine steps that is evaluated after every second step."""
     run = FakeRun(figures, every, best)
 
     async def obey(_: Any, step: int, *, saved: bool) -> None: ...

@@ -1,4 +1,4 @@
-"""Steps with a critic: the real loop, with stand-ins for the functions."""
+"""Steps with a critic: the real loop, with fake functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_values_come_with_the_groups_and_the_critic_learns_before_the_poli
 
 
 async def test_values_of_a_step_that_is_drawn_ahead_are_of_the_critic_that_learns_from_it(tmp_path: Path) -> None:
-    """Its groups complete while the critic learns from another step: when, nobody knows."""
+    """Its groups complete at an unknown time while the critic learns from another step."""
     scene = Scene(tmp_path, **PPO | {"schedule": "one_step_off"})
     scene.learner.gate.set()
     context, experience = await scene.rolled_out(1)
@@ -67,7 +67,7 @@ async def test_while_the_critic_warms_up_the_policy_stays_as_it_is(tmp_path: Pat
 
 
 async def test_a_step_that_is_done_again_has_the_values_from_before_the_critic_learned(scene: Scene) -> None:
-    """The critic has learned the step when the learner's publication fails."""
+    """The critic has already learned the step when the learner's publication fails."""
     context, experience = await scene.rolled_out(1)
     batch = _with_targets(scene.run, 1, pack(experience.groups))
     await scene.run.trainers.update_others(context.call, batch)

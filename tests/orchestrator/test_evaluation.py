@@ -1,4 +1,4 @@
-"""Figures of held-out prompts, by hand and beside a simulation of the draws that they stand for."""
+"""Metrics of held-out prompts, computed by hand and compared with a simulation of the samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhfless.spec import EvaluationSpec, ScoringSpec
 
 
 def group(name: str, values: list[float | None]) -> Group:
-    """Samples with these rewards; None for one whose reward failed."""
+    """Return samples with these rewards; None is a failed reward."""
     rollouts = [
         Rollout(name, i, 0, np.arange(2), np.zeros(2, np.float32), "", FinishReason.STOP, (), "a", 0.0, 1.0)
         for i in range(len(values))
@@ -40,7 +40,7 @@ def test_the_mean_reward_is_weighted_and_leaves_failed_samples_out() -> None:
 
 
 def test_the_mean_reward_counts_failed_parts_as_0_where_training_does() -> None:
-    """As `reward_mean` of the steps; a sample without finite logprobs is left out by both."""
+    """As in the steps' `reward_mean`. Both skip a sample without finite logprobs."""
     half, odd = (
         Group.of(Prompt("c", (1,), ""), group("c", [0]).samples[0].rollouts).adding(score=[score])
         for score in (
@@ -62,7 +62,7 @@ def test_by_hand() -> None:
             "right": (1 + 1 + 1 + 0.5) / 7,  # the failed sample has no reward
             "right_pass@1": (1 / 4 + 2 / 3) / 2,
             "right_pass@2": (1 - 3 / 6 + 1) / 2,
-            "right_pass@4": 1.0,  # of the prompt with four rewards alone
+            "right_pass@4": 1.0,  # only of the prompt with four rewards
             "right_greedy": 0.5,
         }
     )
@@ -79,7 +79,7 @@ def test_pass_at_is_the_share_of_subsets_in_which_one_passed(samples: int, data:
 
 
 def test_pass_at_is_unbiased() -> None:
-    """Of samples that pass with a chance of 0.3, pass@2 is 1 - 0.7^2 in the mean; 1 - (1 - c / n)^2 is less."""
+    """For samples that pass with probability 0.3, the mean of pass@2 is 1 - 0.7^2; 1 - (1 - c / n)^2 is less."""
     counts = [(5, int(passed)) for passed in np.random.default_rng(0).binomial(5, 0.3, 40_000)]
     assert pass_at(2, counts) == pytest.approx(1 - 0.7**2, abs=4e-3)
     naive = float(np.mean([1 - (1 - c / n) ** 2 for n, c in counts]))

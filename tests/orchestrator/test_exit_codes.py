@@ -1,4 +1,4 @@
-"""What is told of a run that was stopped: one message, its exit code, and the hint to resume where that can help."""
+"""The report of a stopped run: one message, its exit code, and the hint to resume where that helps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WRONG = WeightCheckFailed("probe", WeightVersion("run", 1, 3, "ab"), "the logpro
 
 
 def journalled(folder: Path) -> None:
-    """As a run leaves its folder that was stopped while it drew."""
+    """Leave the folder as a run does that was stopped during generation."""
     journal = Journal(folder / JOURNAL_FILE)
     journal.begin_attempt()
     journal.add(1, [drawn("p", 0, [1], [-1.0], text="a", seed=1)])
@@ -62,7 +62,7 @@ def checkpointed(folder: Path, step: int) -> None:
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Calls `rlhfless run` with a driver that leaves a folder behind and raises."""
+    """Return a function that calls `rlhfless run` with a driver that leaves a folder behind and raises."""
     spec = tmp_path / "spec.yaml"
     values = {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "rewards": [{"type": "exact_match"}], "steps": 5}
     spec.write_text(yaml.safe_dump(values | {"output": str(tmp_path / "runs")}))

@@ -1,4 +1,4 @@
-"""What failed rewards do to a step: which samples are trained on, and that statistics count those alone."""
+"""The effect of failed rewards on a step: which samples are trained on, and that statistics count only those."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DROP = ScoringSpec(max_failed=1.0)
 
 
 def experience(*scores: list[Score], reference: bool = False) -> Experience:
-    """One group per list; the reference logprobs of sample i of group g are all g + i / 10."""
+    """Return one group per list. The reference logprobs of sample i of group g are all g + i / 10."""
     groups = []
     for g, of_group in enumerate(scores):
         logprobs = [np.full(2, g + i / 10, np.float32) if reference else None for i in range(len(of_group))]
@@ -34,7 +34,7 @@ def experience(*scores: list[Score], reference: bool = False) -> Experience:
 
 
 def scores_of(given: Experience) -> list[list[Score]]:
-    """As a scoring function answers."""
+    """Return scores as a scoring function does."""
     return [[sample.scored for sample in group.samples] for group in given.groups]
 
 
@@ -73,7 +73,7 @@ def test_advantages_are_those_of_the_kept_samples_of_each_group(values: list[lis
     expected = []
     for of_group in values:
         left = np.array([value for value in of_group if value is not None])
-        if len(set(left)) < 2:  # no signal, also with one sample left
+        if len(set(left)) < 2:  # no signal, also with a single remaining sample
             expected += [0.0] * len(left)
         else:
             expected += list((left - left.mean()) / (left.std(ddof=1) + STD_FLOOR))
@@ -125,7 +125,7 @@ def test_metrics_are_over_the_samples_that_have_a_part() -> None:
 
 
 def with_a_broken_logprob(given: Experience, value: float) -> list[Group]:
-    """The experience's groups, with the second token of the first sample of p0 drawn at this logprob."""
+    """Return the experience's groups with this logprob for the second token of the first sample of p0."""
     first, *others = given.groups[0].samples
     prompt, rollout = first.segments
     logprobs = rollout.logprobs.copy()

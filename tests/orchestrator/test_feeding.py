@@ -1,4 +1,4 @@
-"""The learner's part in loads: together where they begin together, and never a reason to wait for ever."""
+"""The learner's part in loads: joint feeds where loads start together, and never an endless wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weights_of(step: int) -> PublishedWeights:
 
 
 class Learner:
-    """A learner with a rank on each GPU; the pool of it, too."""
+    """A learner with a rank on each GPU, which is also its own pool."""
 
     def __init__(self) -> None:
         self.allocations = (Allocation.of(GPUS),)
@@ -35,7 +35,7 @@ class Learner:
         self.fault: Exception | None = None
         self.gone = False
         self.late: list[int] = []
-        """The workers on each device that come too late for the next feed."""
+        """The workers on each device that are too late for the next feed."""
         self.fed = lambda: None
         """Called with each feed."""
 
@@ -71,7 +71,7 @@ class FedLoads(dict[str, "asyncio.Future[None]"]):
 
 
 class Scene:
-    """Actors of two GPUs each."""
+    """Actors with two GPUs each."""
 
     def __init__(self, *names: str) -> None:
         self.learner, self.cluster, loads = Learner(), FakeCluster(), FedLoads()
@@ -95,7 +95,7 @@ async def test_actors_that_load_together_share_a_feed_on_each_of_their_gpus() ->
 async def test_a_new_actor_waits_while_the_learner_learns_and_loads_what_comes_next() -> None:
     scene = Scene("a")
     await scene.weights.sync(weights_of(2), CALL)
-    scene.learner.offered = 3  # it learns, or has learned
+    scene.learner.offered = 3  # the learner is learning or has learned
     scene.pool.start(1, CALL)
     await until(lambda: scene.cluster.begun == [1])
     scene.cluster.gates[1].set_result(None)
@@ -150,7 +150,7 @@ async def test_a_learner_that_has_begun_another_step_ends_the_load_at_once() -> 
 async def test_a_lost_learner_ends_the_sync_although_its_actors_live(fault: Exception | None) -> None:
     scene = Scene("a")
     scene.learner.fault, scene.learner.gone = fault, fault is None
-    scene.cluster.loads = {"a": asyncio.get_running_loop().create_future()}  # its bucket never comes
+    scene.cluster.loads = {"a": asyncio.get_running_loop().create_future()}  # its bucket never arrives
     with pytest.raises(LearnerLost, match=r"killed|silent|no learner"):
         await scene.weights.sync(weights_of(2), CALL)
     assert scene.pool.state(0) is ReplicaState.STALE

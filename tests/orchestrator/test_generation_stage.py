@@ -155,7 +155,7 @@ async def test_a_step_that_kills_every_actor_does_not_go_on_for_ever() -> None:
 
 
 class Stubborn:
-    """Starts an actor at the first slot, whatever became of the one before."""
+    """Starts an actor at the first slot, regardless of the fate of the previous one."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         return (
@@ -186,7 +186,7 @@ async def test_without_actors_and_weights_the_stage_ends_at_once() -> None:
     reader = Reader(GenerationStage(pool, draw("pq"), SPEC, runner(pool), no_weights=lambda: gone[0]))
     await until(lambda: bool(pool["a"].running and pool["b"].running))
     pool["a"].die()
-    await until(lambda: ("p", 0) in pool["b"].running)  # an actor that has the weights goes on
+    await until(lambda: ("p", 0) in pool["b"].running)  # an actor that has the weights continues
     pool["b"].die()
     with pytest.raises(ReplicaLost, match=r"none can load the weights: the learner was lost \(b died\)"):
         await reader.task

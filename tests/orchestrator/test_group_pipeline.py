@@ -52,7 +52,7 @@ async def test_groups_that_come_one_after_the_other_are_one_call(monkeypatch: py
         sizes.append(len(batch))
         return [[Score(0.0, {})] for _ in batch]
 
-    # Much sooner than the window: once generation has ended nothing waits.
+    # Much sooner than the window: nothing waits after the end of generation.
     await asyncio.wait_for(collect(groups(), 3, score, {}), 30)
     assert sizes == [3]
 

@@ -1,4 +1,4 @@
-"""What the journal has is not drawn again, and what is drawn is in the journal before it counts."""
+"""Journalled samples are not generated again, and new samples are in the journal before they count."""
 
 from __future__ import annotations
 

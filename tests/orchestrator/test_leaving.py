@@ -1,4 +1,4 @@
-"""A learner whose node leaves: it is saved after the step, and goes on elsewhere."""
+"""A learner whose node leaves is saved after the step and moves to another node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhfless.orchestrator.run import RLRun
 
 
 class FakeRun:
-    """Says what was done, in order. Its steps are saved every ten."""
+    """Records actions in order. Its steps are saved every ten."""
 
     held_out = ()
 
@@ -60,8 +60,8 @@ class FakeRun:
         (False, 3, []),
         (True, 3, ["save 3", "stop old", "restore", "publish 3"]),
         (False, 10, ["save 10"]),
-        (True, 0, []),  # nothing is learned yet
-        (True, 20, ["save 20"]),  # it ends anyway
+        (True, 0, []),  # nothing has been learned yet
+        (True, 20, ["save 20"]),  # the run ends anyway
     ],
 )
 async def test_a_learner_moves_after_the_step(

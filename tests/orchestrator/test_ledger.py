@@ -1,4 +1,4 @@
-"""The bill of a step that takes long is on disk before the step ends."""
+"""The bill of a long step is on disk before the step ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_holdings_of_a_long_step_are_written_before_it_ends(tmp_path: Path
     ledger = ledger_in(tmp_path)
     pools = [pool_of_one(ledger, iter((10.0, 12.0, 25.0)))]
     ledger.keep_up(pools, lag_s=60.0)
-    assert read_trace(tmp_path).holdings == ()  # the last write was just now
+    assert read_trace(tmp_path).holdings == ()  # the last write is recent
     ledger.keep_up(pools, lag_s=0.0)
     spans = [(holding.state, holding.start_s, holding.end_s) for holding in read_trace(tmp_path).holdings]
     assert spans == [(ReplicaState.STARTING, 10.0, 12.0), (ReplicaState.STALE, 12.0, 25.0)]
@@ -40,7 +40,7 @@ async def test_a_full_disk_loses_nothing_of_the_bill_and_is_reported_at_the_end_
         raise OSError(errno.ENOSPC, "no space left on device")
 
     ledger.catch_up(pools)
-    assert read_trace(tmp_path).holdings == ()  # nothing had failed to be written
+    assert read_trace(tmp_path).holdings == ()  # no earlier write had failed
     with monkeypatch.context() as disk:
         disk.setattr("rlhfless.records.traces.write_part", full)
         ledger.keep_up(pools, lag_s=0.0)
@@ -52,7 +52,7 @@ async def test_a_full_disk_loses_nothing_of_the_bill_and_is_reported_at_the_end_
 
 
 def pool_of_one(ledger: Ledger, clock: Iterator[float]) -> Any:
-    """A pool with one replica that is up; the clock says when it was launched, was up, and was looked at."""
+    """Return a pool with one running replica. The clock gives the times of its launch, its start and its check."""
     allocation = Allocation.of([Device("cpu-0", CPU_KIND, 0)])
     replica = Replica("r", FunctionName.SCORING, allocation, ledger, lambda: next(clock))
     replica.mark_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]

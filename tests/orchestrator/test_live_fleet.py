@@ -1,4 +1,4 @@
-"""What a policy is shown of a live fleet: allocations, prices, measured times; and what it may do there."""
+"""A policy's view of a live fleet (allocations, prices, measured times), and the actions that it may take."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def loading(seconds: float) -> Invocation:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own."""
+    """Return a cache folder for this test."""
     monkeypatch.setenv("RLHFLESS_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -54,7 +54,7 @@ async def test_slots_are_allocations_with_prices_and_the_times_of_the_ledger(tmp
         "scoring",
         "learner",
     ]
-    assert first.replica_slots[0].start_s == START_S  # nothing was measured yet
+    assert first.replica_slots[0].start_s == START_S  # nothing has been measured yet
     assert first.load_s == 0.0
     for holding in (
         starting("a", FunctionName.GENERATION, 20.0),
@@ -131,7 +131,7 @@ async def test_a_helper_that_the_spec_always_holds_stays_and_the_ledger_says_so(
 async def test_a_helper_that_the_spec_never_holds_is_released_whatever_the_policy_wants(tmp_path: Path) -> None:
     scene = Fleet(tmp_path, hold=Bounds(idle=False, reason="scaling.hold_scoring is never"))
     scene.fleet.idle(FunctionName.SCORING, 3)
-    scene.fleet.idle(FunctionName.SCORING, 3)  # it is on its way out
+    scene.fleet.idle(FunctionName.SCORING, 3)  # it is already leaving
     assert scene.scoring["scoring"].state is ReplicaState.DRAINING
     (released,) = scene.decisions()
     assert released.kind == "release"
@@ -172,7 +172,7 @@ async def test_a_start_waits_for_devices_that_have_to_come_as_long_as_such_have_
     fleet.actors._devices.to_come = {"cpu-1"}
     assert [slot.reacquire_s for slot in fleet.fleet.view().replica_slots][:2] == [0.0, 0.0]
     fleet.ledger.add_acquired(Acquired(CPU_KIND, 1, 100.0, 340.0, node_came=True))
-    # The first actor's core is held; the second one's node took 240 s the last time.
+    # The first actor's core is held; the node of the second actor's core took 240 s last time.
     assert [slot.reacquire_s for slot in fleet.fleet.view().replica_slots][:2] == [0.0, 240.0]
     assert [row.choice for row in fleet.decisions()] == ["1 x cpu-core"]
 

@@ -1,4 +1,4 @@
-"""The live loop and the simulator are given the same answers: they refuse the same ones, and each sample ends up at the
+"""The live loop and the simulator receive the same answers: both refuse the same ones, and each sample ends up at the
 same slot."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def ints(values: Sequence[int]) -> np.ndarray:
 
 @dataclass
 class Told:
-    """Answers with what the test says, and keeps what was lost."""
+    """A policy that returns the test's answer and records losses."""
 
     answer: Sequence[Action] = ()
     lost: list[Lost] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Told:
 
 
 class Slots:
-    """A live fleet of three slots, in which a replica is up at once."""
+    """A live fleet of three slots in which replicas start at once."""
 
     def __init__(self) -> None:
         self.up = {0, 1}
@@ -100,7 +100,7 @@ class Slots:
 
 
 class Live:
-    """The live loop's side: the table and the runner, without actors."""
+    """The live side: the table and the runner, without actors."""
 
     def __init__(self) -> None:
         self.policy, self.fleet, self.faults = Told(), Slots(), list[Exception]()
@@ -110,7 +110,7 @@ class Live:
         self.runner._count_fault = lambda event, fault: self.faults.append(fault)  # type: ignore[method-assign]
 
     def ask(self, event: Event, answer: Sequence[Action]) -> Exception | None:
-        """The fault of an answer, or None."""
+        """Return the fault of an answer; None if it has none."""
         self.faults.clear()
         self.policy.answer = answer
         if isinstance(event, StepBegan):
@@ -120,7 +120,7 @@ class Live:
         return self.faults[0] if self.faults else None
 
     def end(self, samples: np.ndarray) -> None:
-        """These samples have ended by now."""
+        """Mark these samples as ended."""
         for number in samples.tolist():
             self.table.request_of[number] = 0
             self.table.apply_heartbeat(0, {}, {self.table.items[number].key: Ended(1, truncated=False)})
@@ -128,7 +128,7 @@ class Live:
 
 
 class Simulated:
-    """The simulator's side: a whole simulation, of which the test makes the events."""
+    """The simulated side: a complete simulation whose events the test creates."""
 
     def __init__(self, lengths: Sequence[int], answer: Sequence[Action]) -> None:
         self.policy = Told(answer)
@@ -155,7 +155,7 @@ class Simulated:
         return {slot for slot in range(PLACES) if self.simulation.fleet.awake_or_asked(slot)}
 
     def wait(self) -> None:
-        """Goes on to the next event, with a policy that says nothing."""
+        """Advance to the next event, with a policy that returns no actions."""
         self.policy.answer = ()
         if self.step.generated_s is None:
             self.simulation._advance()
@@ -178,16 +178,16 @@ class Simulated:
         return None
 
     def follow(self, home: np.ndarray) -> None:
-        """Gives samples to the slots that the live side split them to after a fault."""
+        """Move samples to the slots to which the live side has split them after a fault."""
         for sample in np.flatnonzero(~self.finished & (self.home != home)).tolist():
             source, target = int(self.home[sample]), int(home[sample])
             action = Assign(target, ints([sample])) if source == UNASSIGNED else Move(source, target, ints([sample]))
-            if not self.finished[sample]:  # it may have ended while another one was moved
+            if not self.finished[sample]:  # it may have ended while another sample was moved
                 self.simulation._do(action, self.step)
 
 
 def setup() -> Setup:
-    """Three actors, of which each step takes some seconds, and no connector that moves KV."""
+    """Return a setup of three actors whose steps take several seconds, without a connector that moves KV."""
     shape = EngineShape(max_sequences=8, kv_blocks=1000, block_tokens=4, chunk_tokens=None)
     actors = [actor(slot, engine=shape, prices=PricedModel(MODEL, 8)) for slot in range(PLACES)]
     return setup_of(*actors, links=Links(0.5, 0.01), node_s=0.0, max_tokens=500)
@@ -205,13 +205,13 @@ actions = st.one_of(
 
 @dataclass(frozen=True)
 class Turn:
-    """The simulator goes on by some events; then an actor is lost, or time has passed, and the policy answers."""
+    """Some simulator events, followed by a lost actor or elapsed time, and the policy's answer."""
 
     events: int
     lost: int | None
     answer: list[Action]
     sensible: bool
-    """Whether what was lost is given to some actor before the rest of the answer."""
+    """Whether lost samples are assigned to some actor before the rest of the answer."""
 
 
 turns = st.builds(
@@ -236,21 +236,21 @@ def test_both_refuse_the_same_and_keep_the_same(lengths: list[int], turns: list[
 
 
 def mirror(live: Live, simulated: Simulated) -> None:
-    """What the simulator's clock did is done on the live side: samples end."""
+    """Apply the ends of samples in the simulator to the live side."""
     live.end(np.flatnonzero(simulated.finished & ~live.table.assignment.finished))
     np.testing.assert_array_equal(live.table.slot_of, simulated.home)
     assert live.fleet.up == simulated.up
 
 
 def play(live: Live, simulated: Simulated, turn: Turn) -> bool:
-    """One answer on both sides. Returns False if no actor is left."""
+    """Apply one answer on both sides, and return False if no actor is left."""
     ended = int(simulated.finished.sum())
     try:
         refused, fault = answers(live, simulated, turn)
     except ReplicaLost:
         assert not live.fleet.up
         return False
-    if simulated.finished.sum() == ended:  # else the fault may be that of a sample that ended in the simulator alone
+    if simulated.finished.sum() == ended:  # otherwise the fault may concern a sample that ended only in the simulator
         assert (refused is None) == (fault is None), (refused, fault)
         if isinstance(refused, SimulationError) and isinstance(refused.__cause__, PolicyFault):
             assert str(refused) == str(fault)
@@ -265,7 +265,7 @@ def play(live: Live, simulated: Simulated, turn: Turn) -> bool:
 
 
 def answers(live: Live, simulated: Simulated, turn: Turn) -> tuple[Exception | None, Exception | None]:
-    """What each side says to the answer."""
+    """Return each side's reaction to the answer."""
     slot = turn.lost
     if slot not in simulated.simulation.fleet.replicas or len(live.fleet.up) == 1:
         return simulated.ask(turn.answer), live.ask(Heartbeat(), turn.answer)
@@ -273,7 +273,7 @@ def answers(live: Live, simulated: Simulated, turn: Turn) -> tuple[Exception | N
     lost = live.table.lose(slot)
     answer = [Assign(min(live.fleet.up), lost), *turn.answer] if turn.sensible else turn.answer
     refused = simulated.lose(slot, answer)
-    # Some may have ended in the simulator, which goes on to the end of an iteration first.
+    # Some may have ended in the simulator, which first completes an iteration.
     assert simulated.policy.lost[-1].samples.tolist() == lost[~simulated.finished[lost]].tolist()
     return refused, live.ask(Lost(slot, lost), answer)
 

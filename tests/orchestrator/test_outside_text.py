@@ -34,7 +34,7 @@ def score(sample_index):
 
 
 class Attempt:
-    """One driver of a run: its journal, its trace and its log in a folder, its scoring with a real worker."""
+    """One driver of a run: its journal, trace and log in a folder, and its scoring with a real worker."""
 
     def __init__(self, folder: Path, reward: PythonRewardSpec, number: int) -> None:
         prices = load_price_book(None)
@@ -89,7 +89,7 @@ async def test_a_step_with_such_a_failure_is_written_and_resumed(
     first.end(experience)
 
     second = Attempt(tmp_path, reward, 2)
-    again = await second.step()  # from the journal: no actor is asked
+    again = await second.step()  # from the journal: no request reaches an actor
     assert second.pool["a"].requests == []
     assert second.ledger.has_rollouts_of(3)
     without_failures(again, second.scoring, 3)

@@ -1,4 +1,4 @@
-"""A step that does not wait for all groups: what is unfinished is handed back, and a later step goes on with it."""
+"""A step that does not wait for all groups: unfinished samples are deferred, and a later step resumes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def journal(tmp_path: Path) -> Journal:
 
 
 def request_of(begun: Mapping[str, int], groups: int, must_include: str = "") -> RolloutRequest:
-    """Of step 3."""
+    """Return a request of step 3."""
     return replace(draw("".join(begun)), selection=Selection(groups, frozenset(must_include), begun))
 
 
@@ -139,7 +139,7 @@ def test_engines_are_compared_where_both_drew_with_the_same_weights() -> None:
 
 
 async def test_a_run_goes_on_with_what_its_steps_have_left(tmp_path: Path) -> None:
-    """The whole loop: p is complete in step 1, and q goes on in step 2 beside r, which the last step waits for."""
+    """The whole loop: p is complete in step 1; q resumes in step 2 together with r, and the last step waits for it."""
     scene = Scene(tmp_path, schedule={"type": "partial", "ahead": 1}, steps=3)
     scene.learner.gate.set()
     actor, metrics = scene.actors["a"], []

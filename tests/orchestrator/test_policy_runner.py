@@ -37,7 +37,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 class Scripted:
-    """Answers with what the test wrote down for a kind of event, and keeps what it was asked."""
+    """A policy that returns the test's answer for each kind of event, and records the events."""
 
     def __init__(self, **answers: Callable[[StepView], Sequence[Action]] | Sequence[Action]) -> None:
         self.answers = answers
@@ -57,7 +57,7 @@ class Scripted:
 
 
 class Scene:
-    """A stage over a fake pool, steered by a script; its clock goes on when the test says so."""
+    """A stage over a fake pool with a scripted policy and a clock that the test advances."""
 
     def __init__(self, pool: FakePool, names: str, policy: Scripted, samples: int = 2) -> None:
         self.pool = pool
@@ -168,7 +168,7 @@ async def test_what_was_lost_starts_anew_where_the_policy_says() -> None:
     await until(lambda: Heartbeat in policy.kinds)
     scene.pool["a"].die()
     await until(lambda: len(scene.pool["c"].running) == 4)
-    assert policy.views[2][0].tolist() == [0, 0, 0, 0]  # the tokens are gone with the actor
+    assert policy.views[2][0].tolist() == [0, 0, 0, 0]  # the tokens are lost with the actor
     await scene.ended("c")
     assert sorted(scene.reader.names) == ["p", "q"]
 
@@ -194,7 +194,7 @@ async def test_a_contract_that_cannot_be_kept_is_said_once(caplog: pytest.LogCap
         await until(lambda: bool(scene.pool["a"].running))
         await scene.ended("a")
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2  # and again when it had been kept in between
+    assert len(said) == 2  # the message repeats after the contract had been kept in between
     assert "no plan ends before 9 s" in said[0]
     assert "the nearest is kept: cheapest within 9 s" in said[0]
 
@@ -207,9 +207,9 @@ def boom(view: StepView) -> Sequence[Action]:
     "answer",
     [
         boom,
-        [],  # forgets all
-        [Assign(0, ints(0, 1))],  # forgets some
-        [Assign(0, ints(0, 1, 2, 3)), Assign(1, ints(2))],  # gives one twice
+        [],  # omits all samples
+        [Assign(0, ints(0, 1))],  # omits some samples
+        [Assign(0, ints(0, 1, 2, 3)), Assign(1, ints(2))],  # assigns a sample twice
         [Assign(2, ints(0, 1, 2, 3))],  # a slot without an actor
         [Assign(0, ints(0, 1, 2, 3)), Start(1)],  # a slot with an actor
         [Assign(0, ints(0, 1, 2, 3)), Release(0)],  # with samples
@@ -251,7 +251,7 @@ async def test_a_drained_actor_is_shown_as_such_and_its_samples_as_unassigned() 
 
     scene = Scene(FakePool("a", "b"), "p", Scripted(StepBegan=[Assign(0, ints(0, 1))], Lost=elsewhere))
     await until(lambda: bool(scene.pool["a"].running))
-    await scene.stage.drain(scene.pool["a"])  # returns when nothing is left there
+    await scene.stage.drain(scene.pool["a"])  # returns when the actor has no samples
     assert seen == [ReplicaState.DRAINING]
     assert not scene.pool["a"].running
     await until(lambda: len(scene.pool["b"].running) == 2)

@@ -1,4 +1,4 @@
-"""The actors that compute prompts for others: which of them computes what, and how many there are."""
+"""Actors that prefill prompts for others: assignment of prompts, and number of actors."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ async def test_an_actor_that_loads_its_weights_is_waited_for(monkeypatch: pytest
 async def test_actors_start_when_the_wait_is_longer_than_a_start_and_leave_when_nothing_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine takes 1 ms a token. The first prompt waits for 0.64 s, which is less than the start of 0.7 s, and both
-    for 1.28 s; with two actors for 0.64 s."""
+    """An engine takes 1 ms per token. The first prompt waits 0.64 s, less than the start of 0.7 s, and both wait 1.28
+    s; with two actors the wait is 0.64 s."""
     actors = Actors(monkeypatch, "a", start_s=0.7)
     asked = [asyncio.create_task(actors.ask(prompt)) for prompt in (LONG, OTHER)]
     await until(lambda: len(actors.asked) == 2 and actors.cluster.begun == [1])

@@ -12,14 +12,14 @@ def prompts(*token_ids: tuple[int, ...]) -> tuple[Prompt, ...]:
 
 @pytest.mark.parametrize("data", [((7,),), ((7,), (8,)), ((1, 2, 3),) * 4])
 def test_few_and_short_prompts_are_repeated(data: tuple[tuple[int, ...], ...]) -> None:
-    """A data set of one prompt of one token could not start a run."""
+    """A data set with a single prompt of one token used to prevent the start of a run."""
     text = probe_text(prompts(*data), 10_000)
     assert len(text) == PROBE_TOKENS
     assert set(text) == {token for tokens in data for token in tokens}
 
 
 def test_the_probe_covers_the_ends_of_many_prompts() -> None:
-    """All begin alike, as with a system prompt of 100 tokens, and end with their number."""
+    """All start alike, as with a system prompt of 100 tokens, and end with their number."""
     text = probe_text(prompts(*((0,) * 100 + (i,) * 4 for i in range(1, 1001))), 10_000)
     assert len(text) == PROBE_TOKENS
     numbers = set(text) - {0}

@@ -1,5 +1,5 @@
-"""What a run knows of its prompts: those that teach nothing are drawn less and come back, responses are drafts for the
-next ones, and a run that is resumed knows the same."""
+"""A run's knowledge of its prompts: prompts without signal are sampled less but return, responses are drafts for later
+ones, and a resumed run knows the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ META = TraceMeta("r", 1, {}, {}, {})
 def history_of(
     draw_less: DrawLessSpec | None = None, seed: int = 0, staleness: int = 0, most_tokens: int = 1000
 ) -> PromptHistory:
-    """Of a run with two samples of each prompt, whose engines draft suffixes."""
+    """Return the history of a run with two samples per prompt, whose engines draft suffixes."""
     spec = SPEC.model_dump() | {
         "seed": seed,
         "samples_per_prompt": 2,
@@ -45,7 +45,8 @@ def history_of(
 
 
 def rows(step: int, prompts: Iterable[Prompt], settled: set[str]) -> list[TracedRollout]:
-    """Two samples of each prompt, and one whose reward failed; the samples of a settled one have the same reward."""
+    """Return two samples of each prompt and one with a failed reward. Samples of a settled prompt have equal
+    rewards."""
     each = [(prompt.prompt_id, index) for prompt in prompts for index in range(3)]
     rewards = [2.0 if index == 2 else float(index and name not in settled) for name, index in each]
     return [
@@ -78,7 +79,7 @@ def test_without_the_setting_nothing_changes() -> None:
 
 
 def test_settled_prompts_are_drawn_less_but_come_back() -> None:
-    """A prompt comes once in 5 steps. Half of them are settled: after some turns each has a tenth of its chance."""
+    """Each prompt is sampled once in 5 steps. Half are settled: after a few rounds each has a tenth of its chance."""
     settled = set(ids(PROMPTS[:30]))
     batches = run(history_of(DrawLessSpec(factor=0.5, floor=0.1)), range(1, 401), settled)
     assert all(len(set(batch)) == 12 for batch in batches.values())
@@ -99,7 +100,8 @@ def test_a_prompt_that_has_a_signal_again_is_drawn_as_before() -> None:
 
 
 def test_a_step_in_which_rewards_failed_says_nothing_about_a_prompt() -> None:
-    """With fewer than two rewards there is nothing to compare: neither without signal, nor with one."""
+    """With fewer than two rewards there is nothing to compare, so the prompt counts neither as without signal nor as
+    with signal."""
     history = history_of(DrawLessSpec(factor=1e-9, floor=1e-12))
     order = PromptOrder(PROMPTS, 0, shuffle=True)
     failed = [
@@ -110,14 +112,14 @@ def test_a_step_in_which_rewards_failed_says_nothing_about_a_prompt() -> None:
 
 
 STEPS = 12
-"""More than twice those in which each prompt comes once."""
+"""More than twice the number of steps in which each prompt is sampled once."""
 
 
 @settings(max_examples=30)
 @given(st.integers(0, 3), st.integers(1, STEPS - 1), st.integers(0, 3), st.integers(0, 5))
 def test_a_resumed_run_draws_the_same_prompts(staleness: int, pause: int, lost: int, seed: int) -> None:
-    """Steps are begun `staleness` steps ahead of what was learned from; those that came after the newest checkpoint are
-    in the trace, and are done again."""
+    """Steps start `staleness` steps ahead of learning. Steps after the newest checkpoint are in the trace, and are
+    repeated."""
     settled, order = set(ids(PROMPTS[::2])), PromptOrder(PROMPTS, 0, shuffle=True)
     trace: list[TracedRollout] = []
 
@@ -168,7 +170,7 @@ def test_of_all_prompts_those_that_were_drawn_last() -> None:
     assert known(history, "p", "q") == {"p": [[1, 2], [5, 6]], "q": [[3, 4]]}
     history.ended([drawn("r", 0, [7])])
     assert known(history, "p", "q", "r") == {"p": [[1, 2], [5, 6]], "r": [[7]]}
-    history.ended([drawn("s", 0, range(7))])  # more than there is room for
+    history.ended([drawn("s", 0, range(7))])  # more than fits
     assert known(history, "p", "q", "r", "s") == {}
     history.ended([drawn("r", 0, [8])])
     assert known(history, "r") == {"r": [[8]]}
@@ -184,7 +186,7 @@ def test_a_restart_begins_with_the_newest_responses_of_the_trace(tmp_path: Path)
 
 
 async def test_actors_get_what_other_actors_drew_of_the_same_prompts(tmp_path: Path) -> None:
-    """An earlier step's responses, and those that the journal has of this one; no aborted ones."""
+    """They are an earlier step's responses and this step's responses in the journal, without aborted ones."""
     history = history_of()
     history.ended([drawn("q", 0, [1, 2, 3]), drawn("other", 0, [4])])
     journal = Journal(tmp_path / "journal.sqlite")

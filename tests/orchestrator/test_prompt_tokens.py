@@ -1,4 +1,4 @@
-"""Prompt tokens that functions computed, and how many there are, worked by hand."""
+"""Computed and unique prompt tokens of functions, worked by hand."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def call(function: FunctionName, work: Work, given: int, cached: int, evicted: i
 
 
 def test_by_hand() -> None:
-    # Two samples each; the prompts have their first three tokens in common.
+    # Two samples each; the prompts share their first three tokens.
     first, second = group("a", (1, 2, 3, 4), (5, 6)), group("b", (1, 2, 3, 9, 9), (7, 0))
     drawn, kept = Experience((first, second)), Experience((first,))
     calls = [
@@ -47,7 +47,7 @@ def test_functions_without_a_call(calls: list[Invocation]) -> None:
 
 
 def test_drafts_of_all_actors_of_a_step() -> None:
-    """Two actors, of which one drafts deeper; 6 + 2 drafts at the first place, of which 3 + 1 were accepted."""
+    """Two actors, one of which drafts deeper; 6 + 2 drafts at the first position, of which 3 + 1 were accepted."""
     calls = [
         Invocation(
             "generation",

@@ -1,4 +1,4 @@
-"""What counts as mended, and that the time a fault costs is in the step it happened in."""
+"""Recovered faults are counted, and their time belongs to the step in which they happened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 
 
 class FakeRun:
-    """What a recovery needs of a run. Its learner is gone if the test says so; the newest checkpoint is of step 4."""
+    """The part of a run that a recovery uses. The test may remove its learner; the newest checkpoint is of step 4."""
 
     def __init__(self, *pools: Any, faults: tuple[Exception, ...] = (), learner_lost: bool = False) -> None:
         self.pools = dict(enumerate([FakePool(*faults), *pools]))
@@ -51,7 +51,7 @@ class FakeRun:
 
 
 class FakePool:
-    """A pool in which no replica is lost; asking its replicas for a sign of life raises the faults one by one."""
+    """A pool in which no replica is lost. Probing its replicas raises the faults in sequence."""
 
     lost = 0
 
@@ -66,7 +66,7 @@ class FakePool:
 
 
 def lost_pool(*states: str) -> Any:
-    """A pool whose replicas were lost while they served, or while they left."""
+    """Return a pool whose replicas were lost while serving or while leaving."""
     replicas = [replica_that(state) for state in states]
     pool = FakePool()
     pool.lost = sum(replica.lost for replica in replicas)  # type: ignore[misc]
@@ -120,7 +120,7 @@ async def test_a_fault_with_any_text_is_kept_as_what_can_be_stored() -> None:
 
 
 class Clock:
-    """`time` for the steps of a run, whose time the test sets."""
+    """Replacement for `time` in the steps of a run. The test sets its time."""
 
     now_s = 100.0
 
@@ -138,7 +138,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def begin(steps: StepClock, step: int, *, up: bool = True) -> tuple[float, float, bool]:
-    """(begin of its first try, begin of this one, whether it recovers)."""
+    """Return (start of its first try, start of this try, whether it recovers)."""
     begun = steps.begin(step, fleet_is_up=up)
     assert begun.step == step
     return begun.start_s, begun.tried_s, begun.recovers
@@ -151,7 +151,7 @@ def test_a_step_counts_from_its_first_try_and_from_the_end_of_the_step_before(cl
     clock.now_s = 112.0
     assert begin(steps, 6) == (110, 112, False)  # the learner dies in it
     clock.now_s = 150.0
-    assert begin(steps, 5) == (150, 150, False)  # the new one takes 5 again, which is in the ledger
+    assert begin(steps, 5) == (150, 150, False)  # the new learner repeats step 5, which is in the ledger
     assert steps.end(5, 160.0) == 110
     clock.now_s = 161.0
     assert begin(steps, 6) == (110, 161, True)
@@ -194,7 +194,8 @@ def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_sin
 
 
 def test_the_times_of_steps_that_overlap_add_up_to_the_time_of_the_run(clock: Clock) -> None:
-    """Step 2 is drawn from 104 on, an evaluation from 110 to 115 is in no step, and step 3 is drawn from 116 on."""
+    """Step 2 generates from 104 on, an evaluation from 110 to 115 belongs to no step, and step 3 generates from 116
+    on."""
     steps = StepClock()
     first = steps.begin(1, fleet_is_up=True)
     clock.now_s = 104.0
@@ -219,7 +220,7 @@ def test_a_step_that_is_drawn_on_while_a_new_learner_takes_others_again_counts_f
     steps.end(5, 110.0)
     steps.begin(6, fleet_is_up=True)
     clock.now_s = 112.0
-    later = steps.begin(7, fleet_is_up=True)  # it is drawn while step 6 is learned, in which the learner dies
+    later = steps.begin(7, fleet_is_up=True)  # generated while step 6, in which the learner dies, is learned
     clock.now_s = 150.0
     steps.begin(5, fleet_is_up=True)
     steps.end(5, 160.0)
@@ -253,7 +254,7 @@ def test_the_recovery_lasts_until_a_function_works_in_the_last_try(tmp_path: Any
 
 
 def test_the_speed_of_generation_is_that_of_the_steps_own_calls() -> None:
-    """Two requests draw 90 tokens from second 2 to 5; a precomputation draws none."""
+    """Two requests generate 90 tokens from second 2 to 5; a precomputation generates none."""
 
     def call(work: Work, start_s: float, end_s: float, tokens: int) -> Invocation:
         return Invocation(

@@ -1,4 +1,5 @@
-"""Dynamic sampling: which prompts a step draws again, what it learns from, and that a step done again repeats it."""
+"""Dynamic sampling: which prompts a step generates again, what it learns from, and that a repeated step does the
+same."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def request_for(*names: str) -> RolloutRequest:
 
 
 def run_redraws(easy: set[str], names: list[str], prompts: int, redraws: int) -> tuple[Experience, list[list[str]]]:
-    """What a step of the first `prompts` names comes to, and the prompts of each redraw; `easy` have equal rewards."""
+    """Return the experience of a step of the first `prompts` names, and the prompts of each redraw. Groups of `easy`
+    prompts have equal rewards."""
     rounds: list[list[str]] = []
 
     def drawn(request: RolloutRequest) -> Experience:
@@ -56,7 +58,7 @@ def run_redraws(easy: set[str], names: list[str], prompts: int, redraws: int) ->
 def test_a_step_draws_as_many_others_as_give_what_it_lacks() -> None:
     names = list("abcdefgh")
     found, rounds = run_redraws({"a", "c"}, names, 4, redraws=5)
-    # Half of the four had a signal, so it takes four to get the two that are lacking.
+    # Half of the four had a signal, so four more are needed to get the two missing ones.
     (others,) = rounds
     assert sorted(others) == list("efgh")
     assert [each.prompt.prompt_id for each in found.groups] == names
@@ -96,7 +98,7 @@ def test_a_step_without_any_signal_keeps_its_groups(caplog: pytest.LogCaptureFix
 
 
 def with_failures(name: str, rewards: tuple[float | None, ...], reward: str = "r") -> Group:
-    """A group; None is a sample whose reward failed, and which has no other."""
+    """Return a group with these rewards. None: a sample whose only reward failed."""
     scores = [Score(0.0, {}, {reward: "down"}) if one is None else Score(one, {"r": one}) for one in rewards]
     return group(name, len(rewards)).adding(score=scores)
 
@@ -104,7 +106,7 @@ def with_failures(name: str, rewards: tuple[float | None, ...], reward: str = "r
 def redrawn_of(
     rewards: dict[str, tuple[float | None, ...]], wanted: int, redraws: int = 9, reward: str = "r", **scoring: Any
 ) -> tuple[Experience, Experience]:
-    """What a step of the first `wanted` names draws, and what it learns from."""
+    """Return what a step of the first `wanted` names generates, and what it learns from."""
     settings = ScoringSpec(**{"max_failed": 1.0, **scoring})
 
     def drawn(request: RolloutRequest) -> Experience:
@@ -141,7 +143,7 @@ SIGNAL = (0.0, 1.0, 1.0, 1.0)
     ids=lambda value: str(value),
 )
 def test_a_failed_reward_is_no_signal(rewards: tuple[float | None, ...], signal: bool) -> None:
-    """Without a signal of its own the group is redrawn, and not learned from."""
+    """Without another signal the group is redrawn and excluded from learning."""
     found, learned = redrawn_of({"a": rewards, "b": SIGNAL, "c": SIGNAL}, wanted=2)
     assert len(found.groups) == (2 if signal else 3)
     assert [each.prompt.prompt_id for each in learned.groups] == (["a", "b"] if signal else ["b", "c"])
@@ -149,7 +151,7 @@ def test_a_failed_reward_is_no_signal(rewards: tuple[float | None, ...], signal:
 
 
 def test_with_a_fifth_of_rewards_failed_all_wanted_prompts_are_learned_from() -> None:
-    """32 prompts of four samples, of which half would differ without failures."""
+    """With 32 prompts of four samples, half of which would differ without failures."""
     numbers = random.Random(0)
     rewards = {}
     for number in range(400):
@@ -162,7 +164,7 @@ def test_with_a_fifth_of_rewards_failed_all_wanted_prompts_are_learned_from() ->
 
 
 def test_a_failure_that_counts_0_by_the_spec_is_a_signal_and_a_broken_logprob_is_none() -> None:
-    """With `on_failure: zero` the sample is learned from; without its logprobs it cannot be."""
+    """With `on_failure: zero` the sample is used for learning; without its logprobs it cannot be."""
     rewards = {"a": (1.0, 1.0, None, 1.0), "b": SIGNAL, "c": SIGNAL}
     assert len(redrawn_of(rewards, 2, on_failure="zero")[0].groups) == 2
     assert len(redrawn_of(rewards, 2, on_failure="zero", reward=LOGPROBS)[0].groups) == 3
@@ -211,9 +213,9 @@ async def test_the_loop_learns_from_the_redrawn_prompts(tmp_path: Path, monkeypa
     assert batch.response_lengths.tolist() == [6, 6]
     assert record.metrics["redrawn_groups"] == 1.0
     assert record.metrics["groups_without_signal"] == 0.5
-    assert record.metrics["reward_mean"] == 0.75  # of all that was drawn: 1, 1, 0, 1
+    assert record.metrics["reward_mean"] == 0.75  # of all generated samples: 1, 1, 0, 1
     assert {rollout.prompt_id for rollout in scene.journal.rollouts(1)} == {"p", other}
-    # Done again, all of it comes from the journal: nothing runs on the actor.
+    # When repeated, all of it comes from the journal: nothing runs on the actor.
     again = await rollout(scene.run, scene.run.begin(1))
     assert [sample.key for sample in again.samples] == [sample.key for sample in experience.samples]
 

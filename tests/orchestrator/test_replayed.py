@@ -1,4 +1,4 @@
-"""How many tokens differ after a move: the last token before it is drawn again, and compared."""
+"""The number of tokens that differ after a move: the last token before it is generated again and compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_last_token_before_a_move_is_compared_with_the_one_drawn_after_it() 
     assert came_back(table(), rollout([1, 2], -1.0, STOP)) == Replayed(0, 0, 0.0)  # never moved
     assert came_back(table(), rollout([1, 2], -1.0, ABORT), rollout([1, 2, 3], -1.25, STOP)) == Replayed(1, 0, 0.25)
     assert came_back(table(), rollout([1, 2], -1.0, ABORT), rollout([1, 9, 3], -9.0, STOP)) == Replayed(1, 1, 0.0)
-    # Two moves are two comparisons; a sample that came back from a queue has drawn nothing.
+    # Two moves are two comparisons; a sample that returned from a queue has generated nothing.
     moves = (rollout([1, 2], -1.0, ABORT), rollout([1, 2], -1.0, ABORT), rollout([1, 2, 3], -1.0, ABORT))
     assert came_back(table(), *moves, rollout([1, 2, 4], -1.0, STOP)) == Replayed(2, 1, 0.0)
 

@@ -1,4 +1,4 @@
-"""What a resumed run may not change without a word: what it reads, and its learning rates."""
+"""Changes that a resumed run must report: its inputs and its learning rates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, data and own code."""
+    """Create a folder with a model, data and user code."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"hidden_size": 8}')
@@ -67,7 +67,7 @@ def spec_of(place: Path, **changes: Any) -> RunSpec:
 
 
 def begin(folder: Path, step: int = 3) -> None:
-    """As a run leaves its folder that has saved a step."""
+    """Leave the folder as a run does that has saved a step."""
     path = Path(Checkpoints(folder / "checkpoints", 1).location(step))
     path.mkdir(parents=True)
     (path / NOTES_FILE).write_text(json.dumps(CheckpointNotes("run-1", 1, step, "ab", None, {}).as_json()))
@@ -75,7 +75,7 @@ def begin(folder: Path, step: int = 3) -> None:
 
 @pytest.fixture
 def run_folder(place: Path) -> Path:
-    """The folder of a run that has begun with these inputs."""
+    """Return the folder of a run that has started with these inputs."""
     folder = place / "runs" / "run-1"
     folder.mkdir(parents=True)
     assert hold_inputs(spec_of(place), folder) == []
@@ -182,7 +182,7 @@ def test_a_change_is_named_and_refused_until_it_is_allowed(
     assert (run_folder / INPUTS_FILE).read_text() == record
     (warning,) = hold_inputs(spec_of(place), run_folder, (kind,))
     assert warning.endswith("; the change was allowed, and the run goes on with it")
-    assert hold_inputs(spec_of(place), run_folder) == []  # a crash from here on is recovered from without a word
+    assert hold_inputs(spec_of(place), run_folder) == []  # recovery from a later crash reports nothing
 
 
 @pytest.mark.parametrize("saved", [0, 3])
@@ -192,7 +192,7 @@ def test_a_change_is_named_and_refused_until_it_is_allowed(
         ("none", False),
         ("data", True),
         ("code", True),
-        ("rates", True),  # a run that was resumed so failed its weight check in step 4, and could never go on
+        ("rates", True),  # such a resumed run failed its weight check in step 4, and could never resume
         ("steps", False),
     ],
 )
@@ -287,7 +287,8 @@ def scheduled(steps: int, optimizer: Mapping[str, Any], **changes: Any) -> RunSp
 @pytest.mark.parametrize(
     ("optimizer", "steps", "done", "told"),
     [
-        # Updates 10 and 11 of 20 have 1e-5 (1 - 9 / 20) and 1e-5 (1 - 10 / 20), and update 11 of 40 1e-5 (1 - 10 / 40).
+        # Updates 10 and 11 of 20 have 1e-5 (1 - 9 / 20) and 1e-5 (1 - 10 / 20).
+        # Update 11 of 40 has 1e-5 (1 - 10 / 40).
         (
             {"rate_schedule": "linear"},
             40,

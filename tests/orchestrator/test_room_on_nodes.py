@@ -1,4 +1,4 @@
-"""Which node of a cluster needs room for what, and that a run is refused before anything is started on it."""
+"""Space requirements per node of a cluster, and the refusal of a run before anything starts on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SPEC = RunSpec.model_validate(
 
 
 def placed(learner: str, *actors: str) -> Any:
-    """A learner with one core on a node, and actors with one core each."""
+    """Return a learner with one core on a node, and actors with one core each."""
 
     def allocation(node: str) -> Allocation:
         return SimpleNamespace(devices=(SimpleNamespace(node=node, kind="cpu-core", name=node),))  # type: ignore[return-value]
@@ -77,5 +77,5 @@ async def test_a_run_for_which_a_node_has_no_room_is_refused(monkeypatch: pytest
     with pytest.raises(InputError, match=r"node 10.0.0.1: '/dev/shm' has .* free, and up to 3 versions") as refused:
         await launch.require_room(SPEC, PREPARED, placed("a", "b"), NODES, [])
     assert [problem.where for problem in refused.value.problems] == ["weights.folder"]
-    del rooms["10.0.0.1"]  # a node that does not answer is not judged
+    del rooms["10.0.0.1"]  # a node that does not answer is not checked
     await launch.require_room(SPEC, PREPARED, placed("a", "b"), NODES, [])

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the run goes on, as the driver orders them."""
+"""Checkpoints that are written while the run continues, in the driver's order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhfless.records.checkpoints import CheckpointError
 
 
 class FakeRun:
-    """Saves each step; a checkpoint is written when the test says how it ends."""
+    """Saves each step; the test ends the writing of each checkpoint."""
 
     held_out = ()
     trainers = SimpleNamespace(must_move=False)
@@ -49,7 +49,7 @@ def steps_of(run: FakeRun) -> RunSteps:
 
 
 async def closing(steps: RunSteps, step: int) -> asyncio.Task[None]:
-    """After all that can be done without the test."""
+    """Start closing a step, and run everything that does not wait for the test."""
     task = asyncio.create_task(steps.close(step))
     for _ in range(20):
         await asyncio.sleep(0)
@@ -83,7 +83,7 @@ async def test_one_that_cannot_be_written_stops_the_run_after_its_step(run: Fake
 
 
 async def test_one_whose_learner_is_lost_does_not_count(run: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
-    """The loss itself is told by the step that needs the learner."""
+    """The step that needs the learner reports the loss itself."""
     steps = steps_of(run)
     await closing(steps, 1)
     run.writing[1].set_exception(ReplicaLost("rank 1 was lost"))

@@ -1,4 +1,5 @@
-"""The run's scaler: every policy of the spec steers a live stage without a fault, and a resumed one knows its trace."""
+"""The run's scaler: every policy of the spec controls a live stage without a fault, and a resumed scaler knows its
+trace."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from rlhfless.spec.fleet import POLICY_SEAM
 
 
 class Life:
-    """A scaler over two fake actors that serve, on a clock that the test moves on."""
+    """A scaler over two serving fake actors, with a clock that the test advances."""
 
     def __init__(self, folder: Path, policy: str, fewest: int = 2, sequences: int = 256) -> None:
         self.sequences = sequences
@@ -51,7 +52,7 @@ class Life:
         return GenerationStage(self.pool, what, self.spec, runner, clock=lambda: self.now_s)
 
     async def draw(self, step: int, names: Sequence[str] = "pqrs") -> Reader:
-        """Draws a step, with two heartbeats on the way, and ends it."""
+        """Generate a step with two heartbeats in between, and end it."""
         reader = Reader(self.stage(of_step(step, names)))
         await until(lambda: any(actor.running for actor in self.actors))
         for turn in (1, 2):
@@ -99,7 +100,7 @@ async def test_every_policy_draws_steps_without_a_fault(tmp_path: Path, policy: 
 
 
 async def test_a_step_of_two_thousand_samples_on_sixteen_sequences_is_no_fault(tmp_path: Path) -> None:
-    """So many steps that the scaler asks of its forecasts what it has learned from them."""
+    """Runs enough steps that the scaler uses forecasts learned from earlier steps."""
     life = Life(tmp_path, "cost_aware", sequences=8)
     names = [f"p{number}" for number in range(1024)]
     for step in range(1, 8):
@@ -201,7 +202,7 @@ def test_the_policy_forecasts_with_what_the_run_knows_of_its_responses() -> None
 
 
 def test_a_step_is_due_at_its_share_of_the_contract() -> None:
-    """100 s for four steps. The first takes 40 s, so 20 s are left for each of the others."""
+    """100 s for four steps. The first takes 40 s, so 20 s remain for each of the others."""
     now_s = 1000.0
     due = StepDue(RunContract(CheapestSpec(deadline_s=100.0, per="run"), steps=4), lambda: now_s)
     now_s = 1005.0

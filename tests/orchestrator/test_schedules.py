@@ -1,4 +1,4 @@
-"""The order of draws and updates in each schedule, and that no sample becomes older than was asked for."""
+"""The order of rollouts and updates in each schedule, and the bound on the age of samples."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_step_off_is_async_with_one_version_that_loads_between_rollouts(turn
 def test_every_step_is_learned_once_and_none_is_older_than_the_bound(
     turns: dict[str, int], bound: int, last: int
 ) -> None:
-    """However long each draw and each update takes."""
+    """Holds for any duration of rollouts and updates."""
     for settings in (OneStepOffSpec(), AsyncSpec(max_staleness=bound)):
         steps = Steps(turns)
         asyncio.run(schedule_of(settings).drive(steps, 1, last))

@@ -1,4 +1,4 @@
-"""Which groups steps begin and take: each that is begun is learned from once, whatever its length, and none late."""
+"""Which groups steps start and learn from: each started group is used once, whatever its length, and none late."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def order_of(prompts: int, *, shuffle: bool = True) -> PromptOrder:
 
 @dataclass
 class Draws:
-    """The draws of a run, on an engine that draws a token of every sample in each iteration."""
+    """The generation of a run, on an engine that generates a token of every sample in each iteration."""
 
     spec: RunSpec
     order: PromptOrder
     journal: Journal
     lengths: random.Random
     length_of: dict[tuple[int, str], int] = field(default_factory=dict)
-    """By step that began a group and its prompt: tokens of its longest sample."""
+    """Tokens of a group's longest sample, by (starting step, prompt id)."""
     tokens: dict[tuple[int, str], int] = field(default_factory=dict)
-    """Of the unfinished groups, as far as they are kept."""
+    """Tokens kept of the unfinished groups."""
     taken: list[list[tuple[int, str]]] = field(default_factory=list)
     seconds: list[int] = field(default_factory=list)
     """Iterations of each step."""
@@ -113,7 +113,7 @@ def test_all_groups_that_are_begun_are_learned_from_once_and_in_time(
 
 
 def test_the_lengths_trained_on_are_those_sampled_and_the_tails_are_shorter() -> None:
-    """Over the whole run the lengths are the same, one for one; a step waits for fewer of the long ones."""
+    """Over the whole run the lengths are identical, one for one, while a step waits for fewer of the long ones."""
     spec = spec_of({"type": "partial"}, prompts_per_step=16, steps=40)
     draws = run_all(spec, order_of(800), seed=1)
     trained = sorted(draws.length_of[key] for took in draws.taken for key in took)

@@ -1,4 +1,4 @@
-"""A run whose gradients are not finite says so after each step."""
+"""A run whose gradients are not finite reports it after each step."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ ALL = len(NAMES) * SAMPLES
 
 
 class Dice:
-    """Gives work to anybody, forgets some, moves others, names slots and samples that do not exist, and raises."""
+    """A policy that assigns work randomly, omits and moves samples, names slots and samples that do not exist, and
+    raises."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -40,7 +41,7 @@ class Dice:
 
 
 async def play(random: Random) -> list[Rollout]:
-    """Draws everything while the test plays the actors."""
+    """Generate all samples while the test plays the actors."""
     pool, lost = FakePool("a", "b", "c"), 0
     runner = PolicyRunner(Dice(random), FakeFleet(pool), lambda _: None)
     stage = GenerationStage(pool, draw(NAMES, SAMPLES), SPEC, runner, clock=iter(range(10**9)).__next__)  # type: ignore[arg-type]
@@ -51,7 +52,7 @@ async def play(random: Random) -> list[Rollout]:
         assert turns < 5000, "the stage waits for no actor"
         actor = random.choice(list(pool.actors.values()))
         turns += 1
-        chance = random.random() if turns < 400 else 0.0  # then all that is left ends
+        chance = random.random() if turns < 400 else 0.0  # from then on all remaining samples end
         if not actor.state.holds_device or not actor.running:
             continue
         if chance < 0.3:

@@ -1,4 +1,4 @@
-"""Versions that the weights of tokens were behind, by hand."""
+"""Number of versions by which the weights of tokens lag, worked by hand."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LEARNER = WeightVersion("run", 2, 7, "d7")
 
 
 def drawn(name: str, *spans: tuple[int, int, int]) -> Group:
-    """A group of one sample, with spans (step of the version, first token, end)."""
+    """Return a group of one sample, with spans (step of the version, first token, end)."""
     (rollout,) = group(name).rollouts
     versions = tuple(VersionSpan(f"run/1/{step}/d{step}", start, end) for step, start, end in spans)
     return Group.of(group(name).prompt, [replace(rollout, version_spans=versions)])
 
 
 def test_the_mean_is_over_tokens_and_the_oldest_one_is_named() -> None:
-    """6 tokens 2 versions behind, 3 tokens 1, 1 token 0: 15 / 10. Versions count on in a resumed run."""
+    """6 tokens 2 versions behind, 3 tokens 1, 1 token 0: 15 / 10. Versions continue in a resumed run."""
     experience = Experience((drawn("p", (5, 0, 6), (6, 6, 8)), drawn("q", (6, 0, 1), (7, 1, 2))))
     staleness = staleness_of(experience, LEARNER)
     assert staleness is not None
@@ -41,14 +41,14 @@ def test_an_engine_that_does_not_say_its_version_has_none() -> None:
 
 
 def test_metrics_are_told_apart_by_the_versions_of_their_tokens() -> None:
-    """q before p: pack sorts by prompt id. Prompts are of 3 tokens."""
+    """q is given before p, but pack sorts by prompt id. Prompts have 3 tokens."""
     groups = (drawn("q", (7, 0, 1), (6, 1, 2)), drawn("p", (5, 0, 2)))
     behind = by_token(groups, LEARNER)
     assert behind.tolist() == [0, 0, 0, 2, 2, 0, 0, 0, 0, 1]
     batch = pack(groups).with_columns(staleness=behind)
     assert batch.staleness is not None
     mask = batch.response_mask
-    difference = torch.tensor([0.0, 0.5, 0.0, -0.5])  # log ratios of the drawn tokens, 2, 2, 0 and 1 versions behind
+    difference = torch.tensor([0.0, 0.5, 0.0, -0.5])  # log ratios of the tokens, 2, 2, 0 and 1 versions behind
     rollout = torch.from_numpy(batch.rollout_logprobs[mask])
     inputs = LossInputs(
         logprobs=rollout + difference,

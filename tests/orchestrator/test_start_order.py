@@ -1,4 +1,4 @@
-"""In which order a run's functions start."""
+"""The order in which a run's functions start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhfless.scaling.placement import Allocation, Device
 
 
 class Started:
-    """A pool that says when it began and ended its start."""
+    """A pool that records the begin and end of its start."""
 
     def __init__(self, name: str, said: list[str], *devices: Device) -> None:
         self.name, self.said = name, said

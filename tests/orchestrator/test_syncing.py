@@ -1,4 +1,4 @@
-"""Weights reach an actor by the sync that asks first; others that ask meanwhile are content."""
+"""Weights reach an actor by the first sync that requests them; concurrent syncs share its load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = Call("run", 1, 4)
 
 
 class Actor:
-    """A replica with a real life cycle, whose loads take until the test lets them end."""
+    """A replica with a real life cycle, whose loads end when the test says so."""
 
     def __init__(self) -> None:
         identity = ReplicaIdentity(FunctionName.GENERATION, "a", "a-1", Allocation.of([Device("cpu-0", "cpu-core", 0)]))
@@ -68,7 +68,7 @@ async def two_loads(actor: Actor) -> list[asyncio.Task[None]]:
 
 
 async def test_two_syncs_of_an_actor_at_once_are_one() -> None:
-    """As when an actor that starts gets its weights while a step begins."""
+    """For example when a starting actor gets its weights while a step begins."""
     actor = Actor()
     tasks = await two_loads(actor)
     for load in actor.loads:

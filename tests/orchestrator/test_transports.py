@@ -1,4 +1,4 @@
-"""Which way the weights go, and that a way which cannot work where an actor is is refused with the reason."""
+"""The choice of a weight transport, and the refusal, with a reason, of one that cannot work at an actor's place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two steps under way at once: the real loop, with stand-ins for the functions."""
+"""Two concurrent steps: the real loop, with fake functions."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ async def test_a_step_is_drawn_while_the_learner_is_at_work_on_the_step_before_i
     one = await training
     assert sorted(scene.run.under_way) == [2]
     two = await train(scene.run, second, drawn_meanwhile)
-    assert scene.weights.synced == [(1, 0), (2, 0)]  # the second was drawn with weights one step older
+    assert scene.weights.synced == [(1, 0), (2, 0)]  # the second step was generated with weights one step older
     assert scene.learner.asked == [("learn", 1), ("publish", 1), ("learn", 2), ("publish", 2)]
     assert scene.run.published == weights_of(2)
-    for record, tokens in ((one, 4.0), (two, 5.0)):  # each has the figures of its own samples
+    for record, tokens in ((one, 4.0), (two, 5.0)):  # each has the metrics of its own samples
         assert record.metrics["response_tokens_mean"] == tokens
         assert record.metrics["actors_wanted"] == 1.0
         assert record.metrics["policy_faults"] == 0.0

@@ -1,4 +1,4 @@
-"""Draws of one version go together, draws of another one wait for them."""
+"""Rollouts of one version run together; rollouts of another version wait for them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlhfless.records import PublishedWeights
 
 
 class Draws:
-    """Draws that end when the test says so."""
+    """Rollouts that end when the test says so."""
 
     def __init__(self, *, in_flight: bool = False) -> None:
         self.versions = VersionGate(in_flight=in_flight)
         self.versions.newest = weights_of(0)
         self.under_way: dict[str, int] = {}
-        """By name: the step of the version that it draws with."""
+        """By name: the step of the version with which it generates."""
         self.given: dict[str, PublishedWeights] = {}
         self._over: dict[str, asyncio.Event] = {}
 
@@ -68,7 +68,7 @@ async def test_those_that_come_later_do_not_overtake_the_one_that_waits() -> Non
     await draws.begin("a")
     await draws.publish(1)
     await draws.begin("evaluation")
-    await draws.publish(0)  # a new learner begins with the initial weights again
+    await draws.publish(0)  # a new learner starts with the initial weights again
     await draws.begin("b")
     assert draws.under_way == {"a": 0, "evaluation": 0, "b": 0}
     await draws.publish(1)
@@ -112,7 +112,7 @@ async def test_draws_of_engines_that_load_in_flight_do_not_wait_for_each_other()
     await draws.begin("b")
     assert draws.under_way == {"a": 0, "b": 1}
     newer = asyncio.create_task(draws.versions.newer_than(weights_of(1).version))
-    await draws.publish(0)  # a new learner takes steps again
+    await draws.publish(0)  # a new learner repeats steps
     await draws.publish(1)
     assert not newer.done()
     await draws.publish(2)
