@@ -1,7 +1,7 @@
 """Drive a run from start to end: start the fleet, publish weights, evaluate, train, checkpoint, stop the fleet.
 
-In any case the functions are stopped, the ledger is written, and the weight store is removed. Replicas that die are
-replaced (rlhfless.orchestrator.recovery). A run that is stopped leaves a journal and checkpoints to resume from.
+However a run ends, its functions are stopped, the ledger is written, and the weight store is removed. Lost replicas are
+replaced (rlhfless.orchestrator.recovery). A stopped run leaves a journal and checkpoints to resume from.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ class Outcome:
     """The results of a finished run."""
 
     before: Mapping[str, float]
-    """Held-out figures before the first step; empty without held-out prompts."""
+    """Held-out metrics before the first step; empty without held-out prompts."""
     after: Mapping[str, float]
     steps: int
     wall_s: float
-    """Duration of this attempt, plus the time in which earlier attempts held devices: the time that the cost covers."""
+    """Seconds of this attempt, plus those in which earlier attempts held devices. The cost covers this time."""
     attempts: int
     checkpoint: str
     """Location of the last checkpoint."""
     best_checkpoint: str
-    """Location of the best one, by `checkpoint.best`."""
+    """Location of the best checkpoint, by `checkpoint.best`."""
     best_by: str
-    """The metric, value and step that make it the best."""
+    """The metric, value and step of the best checkpoint."""
     recovered: Recovered
     """Faults and losses of this attempt."""
 
 
 async def execute(session: Session) -> Outcome:
-    """Run one attempt: all steps, or the remaining ones of a resumed run.
+    """Run one attempt: all steps, or the remaining steps of a resumed run.
 
     Raises the error that stopped it, such as WeightCheckFailed, RewardError, JournalError, CheckpointError or
-    StaleCall; after too many faults of one step, the last fault (ReplicaLost, CallTimeout, FleetError).
+    StaleCall. After too many faults in one step, raises the last one (ReplicaLost, CallTimeout, FleetError).
     """
     began_s = time.time()
     async with open_session(session) as (run, first):
@@ -70,9 +70,9 @@ async def execute(session: Session) -> Outcome:
 
 
 async def drive_steps(session: Session, run: BaseRun, first: int) -> Recovered:
-    """Run all steps from `first` on, in the order of the spec's schedule; returns what was recovered.
+    """Run all steps from `first` in the order of the spec's schedule, and return the recoveries.
 
-    Raises as `execute` does.
+    Raises as `execute`.
     """
     recovery, steps, last = Recovery(run), RunSteps(run, session, first), session.spec.steps
     try:
@@ -90,7 +90,7 @@ async def drive_steps(session: Session, run: BaseRun, first: int) -> Recovered:
 
 
 class RunSteps:
-    """The steps of a run, as a schedule orders them (rlhfless.orchestrator.schedules.Steps)."""
+    """The steps of a run, for its schedule (implements rlhfless.orchestrator.schedules.Steps)."""
 
     def __init__(self, run: BaseRun, session: Session, first: int) -> None:
         self._run: Any = run
@@ -102,12 +102,12 @@ class RunSteps:
         self.following = first
         """The first unfinished step. Step 0 is only evaluated."""
         self._rollouts: dict[int, asyncio.Task[Data]] = {}
-        """By step that is not trained on yet; faults of other steps do not end them."""
+        """Rollouts of steps that are not trained on yet, by step. They survive faults of other steps."""
         self._saving: asyncio.Task[None] | None = None
-        """The checkpoint that is being written in the background."""
+        """The checkpoint being written in the background."""
 
     def restart_at(self, step: int) -> None:
-        """Continue after a fault with training on `step`. Failed rollouts are dropped, and all others go on."""
+        """Set `step` as the next step to train on after a fault; drop failed rollouts, and keep all others."""
         failed = [number for number, task in self._rollouts.items() if task.done() and not _succeeded(task)]
         for number in failed:
             del self._rollouts[number]
@@ -147,7 +147,7 @@ class RunSteps:
         await self.close(step)
 
     async def close(self, step: int) -> None:
-        """Evaluate and checkpoint after a step, as the spec says."""
+        """Evaluate, checkpoint, and apply changes of the fleet after a step. Raises RunPaused."""
         spec = self._session.spec
         if self._saving is not None and self._saving.done():
             await self._wait_for_checkpoint()
@@ -156,11 +156,11 @@ class RunSteps:
         moves = 0 < step < spec.steps and self._run.trainers.must_move
         saves = moves or step == spec.steps or bool(step and _due(step, spec.checkpoint.every_steps))
         if step and evaluated and not saves:
-            await self._wait_for_checkpoint()  # its score counts
+            await self._wait_for_checkpoint()  # `improves` compares with its score
             saves = await asyncio.to_thread(self._run.improves, step)
         if saves:
             await self._save(step, whole=moves or step == spec.steps)
-        self.following = step + 1  # the functions have taken this step: later faults do not repeat it
+        self.following = step + 1  # the functions have learned this step: later faults do not repeat it
         if moves:
             await self._run.move_trainers()
         elif 0 < step < spec.steps and self._run.learner_size is not None:
@@ -169,7 +169,7 @@ class RunSteps:
         self._run.clock.resume()
 
     async def _resize(self, size: ElasticLearner, step: int) -> None:
-        """Give a learner that has lost ranks more of them, if devices are free."""
+        """Restart a learner that has lost ranks with more of them, if devices are free."""
         allocation = await size.larger()
         if allocation is not None:
             await self._wait_for_checkpoint()  # the ranks that write it will stop
@@ -177,7 +177,7 @@ class RunSteps:
                 await size.change(step, allocation, save=lambda: self._save(step, whole=True))
 
     async def _obey(self, step: int, *, saved: bool) -> None:
-        """Apply the host's verdict after a step, and the limits of the spec. Raises RunPaused."""
+        """Apply the host's verdict and the spec's limits after a step. Raises RunPaused."""
         run = self._run
         verdict = self._session.host.after_step(run, step)
         if step == self._session.spec.steps:
@@ -194,7 +194,7 @@ class RunSteps:
             run.scaler.fleet.limit_actors(verdict.actors)
 
     async def _save(self, step: int, *, whole: bool) -> None:
-        """Start a checkpoint once the previous one is written; with `whole`, wait until it is written, too."""
+        """Start a checkpoint once the previous one is written; with `whole`, wait until it is written."""
         await self._wait_for_checkpoint()
         begun = asyncio.Event()
         self._saving = asyncio.create_task(self._checkpoint(step, begun))
@@ -210,8 +210,8 @@ class RunSteps:
         self._session.host.saved(self._run.checkpoints)
 
     async def _wait_for_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written. If the learner died meanwhile it does not exist, and the run
-        continues without it. Raises CheckpointError."""
+        """Wait for the checkpoint being written. If the learner died meanwhile, the run continues without it. Raises
+        CheckpointError."""
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
@@ -220,14 +220,14 @@ class RunSteps:
             log.warning("checkpoint incomplete; ignored: %s", fault)
 
     async def end(self) -> None:
-        """Cancel the rollouts in progress and the checkpoint that is being written, which does not count then."""
+        """Cancel the rollouts in progress and the checkpoint being written, which then does not count."""
         abandoned = [*self._rollouts.values(), *([self._saving] if self._saving else [])]
         for task in abandoned:
             task.cancel()
         await asyncio.gather(*abandoned, return_exceptions=True)
 
     async def _evaluate(self, step: int) -> bool:
-        """Evaluate on the held-out prompts; returns whether there are any."""
+        """Evaluate on the held-out prompts; return False if there are none."""
         run = self._run
         if not run.held_out:
             return False

@@ -1,6 +1,6 @@
-"""The endings of runs that do not succeed: the message to the user, the exit code, and whether resuming can help.
+"""Map the error that stopped a run to its exit code, the message to the user, and whether resuming can help.
 
-One table. A run can be resumed only if its folder holds something to resume from.
+A run can be resumed only if its folder has a checkpoint or rollouts.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class RunStopped(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What an error means for the run that it stopped."""
+    """The consequences of an error for the run that it stopped."""
 
     exit_code: int
     resume: bool
     """Whether resuming can help."""
     advice: str
-    """The text before the command that resumes the run, or the advice in place of that command."""
+    """Text before the command that resumes the run, or advice in place of that command."""
 
 
 ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
@@ -95,7 +95,7 @@ ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
     ),
     ((UserError,), Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once that is corrected, go on with")),
 )
-"""The first entry that matches an error is its ending. An error without an entry is a fault of the program."""
+"""Endings by error type; the first match applies. An error without an entry is a bug of the program."""
 
 DISK_FULL = Ending(TO_CORRECT, True, "what was drawn and learned is kept. Free some space, and go on with")
 UNEXPECTED = Ending(
@@ -105,7 +105,7 @@ INTERRUPTED = "stopped; what was drawn and learned is kept. Go on with"
 
 
 def ending_of(error: BaseException) -> Ending:
-    """What an error means for its run."""
+    """Return the ending of a run that this error stopped."""
     if isinstance(error, OSError) and error.errno in FULL_DISK:
         return DISK_FULL
     for types, ending in ENDINGS:
@@ -118,8 +118,7 @@ IN_TERMINAL = "Run it again with --debug for the traceback."
 
 
 def user_message(error: Exception, folder: Path, traceback: str = IN_TERMINAL) -> str:
-    """The message that the user gets for an error. `traceback` says where to find the traceback of an unexpected
-    one."""
+    """Return the message to the user for an error. `traceback`: where to find the traceback of an unexpected error."""
     ending = ending_of(error)
     if ending is DISK_FULL and isinstance(error, OSError):
         return f"the disk is full: {error.filename or folder} could not be written"
@@ -135,7 +134,7 @@ def user_message(error: Exception, folder: Path, traceback: str = IN_TERMINAL) -
 
 
 def hint(advice: str, resume: bool, command: str, folder: Path, spec: RunSpec) -> str:
-    """The last lines of a run that was stopped, empty if there is nothing to say. `command` resumes it."""
+    """Return the last lines of the output of a stopped run, or an empty text. `command` is the one that resumes it."""
     try:
         newest = checkpoints_of(folder, spec.checkpoint).newest()
     except CheckpointError:  # a checkpoint exists but is damaged; the run reports that itself

@@ -1,14 +1,14 @@
-"""What a step learns from: groups without failed samples, dynamic sampling, and the age of each token.
+"""Select the samples to learn from: drop failed samples, redraw groups without a signal, and compute token staleness.
 
 *Dynamic sampling* (DAPO, arXiv 2503.14476, section 3.2). If all samples of a prompt have the same reward, every
-advantage is 0. With `max_redraws` a step generates other prompts in place of such groups, and learns from the groups
-with a signal alone. Each redraw has as many prompts as are missing, divided by the share of groups that had a signal:
-the last few prompts one by one would leave the engines idle. The prompts follow from the seed, the step and the groups
-so far, so a step that is repeated generates the same ones, and finds them in the journal.
+advantage is 0. With `max_redraws`, a step generates other prompts in place of such groups, and learns only from groups
+with a signal. Each redraw has the number of missing prompts divided by the share of groups with a signal so far:
+replacing the last few prompts one at a time would leave the engines idle. The prompts depend only on the seed, the step
+and the groups so far, so a repeated step generates the same ones and finds them in the journal.
 
 *Failed samples* (`scoring.on_failure`, `scoring.max_failed`). A sample fails if a reward raises on it, or if the engine
 returned a logprob that is not finite; the latter is always dropped. Samples are dropped before the batch is packed, so
-they are in no mean, standard deviation, loss or denominator. They stay in the ledger, with the cause."""
+they affect no mean, standard deviation, loss or denominator. They stay in the ledger, with the cause."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from rlhfless.spec import ScoringSpec
 log = logging.getLogger(__name__)
 
 ROUNDING = 1e-12
-"""Rewards that differ by less, relative to the largest, are equal: sums of parts in another order."""
+"""Relative tolerance of equal rewards: the order in which parts are summed causes rounding differences."""
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """Return whether the rewards of a prompt's samples differ; False for fewer than two."""
+    """Return whether the rewards of a prompt's samples differ; False for fewer than two rewards."""
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     return high - low > ROUNDING * max(abs(low), abs(high))
 
@@ -48,7 +48,7 @@ def has_signal(group: Group) -> bool:
 
 
 def with_signal(experience: Experience) -> Experience:
-    """Keep the groups with a signal; all groups if none has one, because a step needs a batch."""
+    """Keep the groups with a signal, or all groups if none has a signal, because a step needs a batch."""
     groups = tuple(filter(has_signal, experience.groups))
     return Experience(groups) if groups else experience
 
@@ -61,9 +61,9 @@ async def with_redraws(
     draw: Callable[[RolloutRequest], Awaitable[Experience]],
     scoring: ScoringSpec,
 ) -> Experience:
-    """Generate other prompts in place of groups without a signal, at most `redraws` times; groups by prompt id.
+    """Generate other prompts in place of groups without a signal, at most `redraws` times.
 
-    Stops early if so many samples failed that the step will end the run.
+    Returns all groups, sorted by prompt id. Stops early if enough samples failed to stop the run.
     """
     groups = {group.prompt.prompt_id: group for group in experience.groups}
     wanted = len(request.prompts)
@@ -90,14 +90,13 @@ async def with_redraws(
 
 
 LOGPROBS = "rollout_logprobs"
-"""The name of the failure of a sample whose logprobs are not finite."""
+"""Name of the failure of samples whose logprobs are not finite."""
 
 
 def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: ScoringSpec) -> ScoredGroups:
-    """Add up the scores of several functions to one per sample, and mark samples whose logprobs are not finite as
-    failed.
+    """Add up the scores of several functions per sample, and mark samples whose logprobs are not finite as failed.
 
-    Raises RewardError at the first failure if the spec says so.
+    Raises RewardError at the first failure if `scoring.on_failure` is `fail`.
     """
     scores = [
         [_marked(sample, reduce(Score.plus, parts)) for sample, *parts in zip(group.samples, *of_group, strict=True)]
@@ -112,9 +111,9 @@ def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: S
 
 
 def without_failures(experience: Experience, scoring: ScoringSpec, step: int) -> Experience:
-    """Drop the failed samples of a step, unless `scoring.on_failure` keeps them.
+    """Log the failed samples of a step, and drop them unless `scoring.on_failure` keeps them.
 
-    Logs failures. Raises RewardError if too many samples failed.
+    Raises RewardError if too many samples failed.
     """
     log_failures(experience, step)
     if too_many_failed(experience, scoring):
@@ -128,24 +127,24 @@ def without_failures(experience: Experience, scoring: ScoringSpec, step: int) ->
 
 
 def usable_of(experience: Experience, scoring: ScoringSpec) -> Experience:
-    """Keep the samples that can be learned from, and the groups that have any."""
+    """Keep the samples that the step can learn from; drop groups without any."""
     unusable = {sample.key for sample in experience.failed() if not usable(sample.scored.failures, scoring)}
     return _without(experience, unusable) if unusable else experience
 
 
 def usable(failures: Collection[str], scoring: ScoringSpec) -> bool:
-    """Return whether a sample with these failed reward parts can be learned from."""
+    """Return whether a step can learn from a sample with these failures, by name."""
     return not failures or (scoring.on_failure != "drop" and LOGPROBS not in failures)
 
 
 def too_many_failed(experience: Experience, scoring: ScoringSpec) -> bool:
-    """Return whether so many samples failed that the run stops."""
+    """Return whether the run must stop: more than `scoring.max_failed` of the samples failed, or none is usable."""
     failed, samples = len(list(experience.failed())), len(experience.samples)
     return failed > scoring.max_failed * samples or not usable_of(experience, scoring).groups
 
 
 def log_failures(experience: Experience, step: int) -> None:
-    """Log one warning per reward, with the number of samples that it failed on and the first cause."""
+    """Log a warning for each reward that failed, with the number of samples and the first cause."""
     by_reward: dict[str, list[Sample]] = {}
     for sample in experience.failed():
         for reward in sample.scored.failures:
@@ -162,7 +161,7 @@ def log_failures(experience: Experience, step: int) -> None:
 
 
 def readable(groups: Sequence[Group]) -> list[Group]:
-    """Replace rollout logprobs that are not finite by 0, for stages that run before failed samples are dropped."""
+    """Replace non-finite rollout logprobs with 0, for stages that run before failed samples are dropped."""
     return [replace(group, samples=tuple(map(_readable, group.samples))) for group in groups]
 
 
@@ -188,7 +187,7 @@ def _marked(sample: Sample, score: Score) -> Score:
 
 
 def _without(experience: Experience, keys: Collection[tuple[str, int]]) -> Experience:
-    """Drop samples, and groups without any left."""
+    """Drop samples, and groups that then have none."""
     kept = (
         Group(group.prompt, tuple(sample for sample in group.samples if sample.key not in keys))
         for group in experience.groups
@@ -198,14 +197,14 @@ def _without(experience: Experience, keys: Collection[tuple[str, int]]) -> Exper
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """How many versions the weights that generated a step's tokens are behind the learner's."""
+    """Staleness of a step's tokens: the number of versions that their weights are behind the learner's."""
 
     oldest: WeightVersion
     mean: float
     """Mean over tokens, in versions."""
     most: int
     differs: bool
-    """Whether tokens differ in it."""
+    """Whether the staleness varies between tokens."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -213,14 +212,14 @@ class Staleness:
 
 
 def staleness_of(experience: Experience, learner: WeightVersion) -> Staleness | None:
-    """Compute the staleness of samples when the learner has the weights `learner`; None if the engine reports no
+    """Compute the staleness of samples relative to the version `learner`; return None if the engine reports no
     versions."""
     tokens = _tokens_by_version(
         span for sample in experience.samples for r in sample.rollouts for span in r.version_spans
     )
     if not tokens:
         return None
-    # A version's number is its training step, over all attempts of a run.
+    # A version's number is its training step, across all attempts of a run.
     behind = {version: learner.step - version.step for version in tokens}
     mean = sum(behind[version] * count for version, count in tokens.items()) / sum(tokens.values())
     oldest = max(behind, key=lambda version: behind[version])
@@ -228,8 +227,8 @@ def staleness_of(experience: Experience, learner: WeightVersion) -> Staleness | 
 
 
 def by_token(groups: Sequence[Group], learner: WeightVersion) -> IntArray:
-    """Compute the versions that each token is behind `learner`, `[tokens]` in the order of `pack`; 0 on given
-    tokens."""
+    """Compute the staleness of each token relative to `learner`, `[tokens]` in the order of `pack`; 0 for tokens that
+    the policy did not generate."""
     values = []
     for segment in (each for group in in_batch_order(groups) for sample in group.samples for each in sample.segments):
         values.append(np.zeros(len(segment.token_ids), dtype=np.int64))
@@ -239,7 +238,7 @@ def by_token(groups: Sequence[Group], learner: WeightVersion) -> IntArray:
 
 
 def split(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Turn metrics that were summed by staleness into means over its tokens; without those of no token."""
+    """Divide metrics that were summed by staleness by their number of tokens; drop those without tokens."""
     found = {}
     for name, value in metrics.items():
         of, _, behind = name.partition(BY_STALENESS)

@@ -1,5 +1,6 @@
-"""The host of a run, as the run sees it: it promises devices, may stop the run after a step, and is notified of what
-happens. A run that the command line started has no host but this class: it may use all devices that it finds.
+"""The run's view of its host, which grants devices, may stop the run after a step, and is notified of events.
+
+A run started from the command line uses the class `Host` itself, and may use all devices that it finds.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DevicesWanted:
-    """Devices that a run asks its host for."""
+    """Devices that a run requests from its host."""
 
     kind: str
     minimum: int
-    """The fewest with which it can work."""
+    """The fewest devices with which it can run."""
     maximum: int
-    """The number with which it has all actors that its spec allows."""
+    """The devices for all actors that its spec allows."""
     unit: int
-    """Devices of one generation actor, which it takes and gives back together."""
+    """Devices of one generation actor, acquired and released together."""
     tenants: int = 1
-    """Most runs that it shares them with, itself included."""
+    """Maximum number of runs on the devices, including this one."""
 
 
 class StopCause(StrEnum):
-    """Why a run stops after a step, with a checkpoint."""
+    """The reason why a run stops after a step, with a checkpoint."""
 
     PAUSE = "pause"
-    """Its user asked for it."""
+    """Its user requested it."""
     YIELD = "yield"
     """A run of higher priority needs the devices."""
     LIMIT = "limit"
@@ -45,7 +46,7 @@ class StopCause(StrEnum):
 
 
 class RunPaused(UserError):
-    """The run has stopped after a step; it can go on from its checkpoint."""
+    """The run has stopped after a step, and can resume from its checkpoint."""
 
     def __init__(self, cause: StopCause, text: str) -> None:
         super().__init__(cause, text)
@@ -58,37 +59,35 @@ class RunPaused(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a host wants after a step."""
+    """The host's instructions to a run after a step."""
 
     stop: StopCause | None = None
     actors: int | None = None
-    """Most generation actors from now on; None for as many as the spec allows."""
+    """Maximum number of generation actors from now on; None for the spec's maximum."""
 
 
 class Host:
-    """A host that lets the run use all devices that it finds, until it ends, and the base of others. All methods but
-    `devices` return at once."""
+    """A host that lets the run use all devices that it finds, until its end; also the base class of other hosts. All
+    methods except `devices` return without waiting."""
 
     async def devices(self, wanted: DevicesWanted) -> None:
-        """Wait until the run may take the minimum. Raises FleetError if that does not happen in time."""
+        """Wait until the run may acquire the minimum. Raises FleetError on timeout."""
 
     def began(self, run: BaseRun, held: Callable[[str], int]) -> int | None:
-        """Called before the run's fleet starts. `held`: the devices of a kind that the run takes or has when it is
-        called.
-
-        Returns the most generation actors for now; None for as many as the spec allows.
+        """Handle the run before its fleet starts; return the maximum number of generation actors for now, or None for
+        the spec's maximum. `held` returns the current number of devices of a kind that the run holds or waits for.
         """
 
     def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
-        """Called when the samples of a step are complete; of runs that draw."""
+        """Handle the complete samples of a step. Called for runs that generate."""
 
     def evaluated(self, run: RLRun, step: int, sampled: Experience, greedy: Experience) -> None:
-        """Called when the samples of an evaluation after a step are scored; of runs that draw. `greedy`: one response
-        to each prompt of `sampled`."""
+        """Handle the scored samples of an evaluation after a step. Called for runs that generate. `greedy` has one
+        response to each prompt of `sampled`."""
 
     def after_step(self, run: BaseRun, step: int) -> Verdict:  # noqa: ARG002
-        """Called when a step is done and evaluated."""
+        """Return the instructions to the run after a finished and evaluated step."""
         return Verdict()
 
     def saved(self, checkpoints: Checkpoints) -> None:
-        """Called when a checkpoint was saved; others may have been deleted."""
+        """Handle a new checkpoint. Older ones may have been deleted."""

@@ -1,5 +1,5 @@
-"""From a spec to the pools of its functions: which devices each replica gets and its settings; and whether the nodes of
-a joined cluster have room for the run."""
+"""Create the pools of a run's functions from its spec, with the devices and settings of each replica, and check that
+the nodes of a joined cluster have room for the run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from rlhfless.weights.address import StoreAddress
 
 
 class TransportRefused(UserError):
-    """The weights cannot come that way to where the actors are."""
+    """The transport cannot bring the weights to the actors with this placement."""
 
     where = "weights.transport"
 
 
 def transport_of(spec: RunSpec, placement: Placement) -> Transport:
-    """The way of the weights, of which `http` is another one for the actors on the learner's node. Raises
+    """Resolve `weights.transport`. With `http`, actors on the learner's node read the store directly. Raises
     TransportRefused."""
     asked = spec.weights.transport
     if asked == "auto":
@@ -64,7 +64,7 @@ def transport_of(spec: RunSpec, placement: Placement) -> Transport:
 
 
 def _keeps_from_gpus(asked: Transport, spec: RunSpec, placement: Placement) -> str | None:
-    """Why a transport between GPUs cannot work with this placement; None if it can."""
+    """Return why a transport between GPUs cannot work with this placement; None if it can."""
     actors = placement.allocations[name_of(spec, FunctionRole.SAMPLES)]
     allocation = placement.allocation(publisher_of(spec), 0)
     learner = allocation.devices
@@ -88,7 +88,7 @@ def _names(devices: Iterable[Device]) -> str:
 
 _STOP_S = 10.0
 
-# Nothing of ours is imported: the process lasts as long as the run, and should cost next to nothing.
+# Import only the standard library: the process lives as long as the run, and must stay cheap.
 _PROGRAM = """
 import shutil, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -101,7 +101,7 @@ for folder in sys.argv[1:]:
 
 @contextmanager
 def shm_cleanup(folders: Sequence[Path]) -> Iterator[None]:
-    """Within the block, the folders are removed if this process dies."""
+    """Start a process that removes the folders at the end of the block, or when this process dies."""
     command = [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(str, folders)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -113,21 +113,20 @@ def shm_cleanup(folders: Sequence[Path]) -> Iterator[None]:
 
 
 PROBE_TOKENS = 128
-"""Length of the probe: long enough for a steady mean over its tokens, short enough to cost one small prefill."""
+"""Length of the probe: long enough for a stable mean over its tokens, short enough to cost one small prefill."""
 
 PROBE_PROMPTS = 8
-"""The probe is made of the ends of this many prompts, or of all if there are fewer: prompts differ most at their
-end."""
+"""The probe joins the ends of this number of prompts. Prompts differ most at their end."""
 
 READER_SHARE = 0.9
-"""Of `timeouts.sync_s`, after which an engine gives up a learner that does not feed it: its error says why, and the
-driver's would not."""
+"""Share of `timeouts.sync_s` after which an engine gives up a learner that does not feed it. It is below 1 because the
+engine's error states the cause, while the driver's timeout would not."""
 
 TOKEN_FILE = "store.token"
 
 
 def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: str, run_folder: Path) -> Launch:
-    """A run, as its functions are launched, with a folder for its weights. Raises TransportRefused."""
+    """Return the settings with which a run's functions are launched. Raises TransportRefused."""
     shape, tokens = prepared.shape, prepared.max_model_len
     home, cache = store_folders(spec, run_id)
     transport = transport_of(spec, placement)
@@ -141,7 +140,7 @@ def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: s
         probe_token_ids=probe_text(prepared.train, tokens - 1),
         store_folder=home,
         store_token=token,
-        # Actors on other nodes reach the store by a cache of theirs beside it.
+        # Actors on other nodes read the store through a cache on their node.
         store=StoreAddress(
             transport,
             str(cache if token else home),
@@ -157,7 +156,7 @@ def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: s
 def pools_of(
     launch: Launch, call: Call, cluster: Cluster, recorder: Recorder, placement: Placement, devices: RunDevices
 ) -> tuple[dict[str, ReplicaPool], list[Turns]]:
-    """The pool of each function's replicas, by its name, and the turns that pools take; nothing is started yet."""
+    """Create the pool of each function, by name, and the turns of pools that share devices, without starting them."""
     spec, pools = launch.spec, {}
     for kind in kinds_of(spec):
         deployment = load_target(kind.deployment)
@@ -170,8 +169,8 @@ def pools_of(
 
 
 def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:
-    """Tokens of the probe `[probe]`: the ends of prompts spread over the data set, repeated until there are
-    PROBE_TOKENS, or `most_tokens` if that is less."""
+    """Return the tokens of the probe `[probe]`: ends of prompts spread over the data set, repeated up to PROBE_TOKENS
+    or `most_tokens`, whichever is less."""
     chosen = random.Random(0).sample(range(len(prompts)), min(len(prompts), PROBE_TOKENS))
     ends = [prompts[index].token_ids[-(PROBE_TOKENS // PROBE_PROMPTS) :] for index in chosen]
     text = itertools.chain.from_iterable(itertools.cycle(ends))
@@ -179,8 +178,8 @@ def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:
 
 
 def _store_token(folder: Path) -> str:
-    """The secret of the run's store. It outlives the driver, so that a resumed driver can take over replicas that
-    know it; only the run's owner may read it."""
+    """Return the secret of the run's store; create it if missing. It is kept in a file that only the run's owner can
+    read, so that a resumed driver can adopt replicas that have it."""
     file = folder / TOKEN_FILE
     if not file.exists():
         new = file.with_suffix(".new")
@@ -191,21 +190,21 @@ def _store_token(folder: Path) -> str:
 
 
 def store_folders(spec: RunSpec, run_id: str) -> tuple[Path, Path]:
-    """The folder of the run's weights, and the folder of the node's cache of them."""
+    """Return the folder of the run's weights, and the folder of a node's cache of them."""
     folder = store_base(spec) / (run_id if spec.weights.folder else f"rlhfless-{run_id}")
     return folder, Path(f"{folder}-cache")
 
 
 def remove_stores(spec: RunSpec, run_id: str) -> None:
-    """Remove the run's weights from this machine; on the nodes of a joined cluster, `remove_everywhere` does."""
+    """Remove the run's weights from this machine. Does nothing if the run joined a cluster."""
     if not spec.placement.ray_address:
         for folder in store_folders(spec, run_id):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
-    """The fewest and the most devices that a run can use; a learner's of another kind, which it always uses, are not
-    among them."""
+    """Return the minimum and maximum of devices that a run can use. Devices of a learner of another kind are always in
+    use, and are not counted."""
     kind = _kind_of(spec, placement)
     engines = (FunctionRole.SAMPLES, FunctionRole.PREFILLS)
     fewest = {each.name: each.bounds(spec).fewest for each in kinds_of(spec) if each.role in engines}
@@ -222,14 +221,14 @@ def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
 
 
 ROOM_S = 60.0
-"""Longest wait for the nodes' answers: seconds for a process on each. A node without one is not judged."""
+"""Timeout for the nodes' answers; a process on each takes seconds. A node without an answer is not checked."""
 
 
 async def require_room(
     spec: RunSpec, prepared: Prepared, placement: Placement, nodes: Sequence[Node], own: Sequence[Path]
 ) -> None:
-    """Check that each node has room for what the run puts on it. `own`: folders of the run's weights, which a resumed
-    run has already. Raises InputError with what each node lacks."""
+    """Check that each node has memory for the run's weights. `own`: folders with the weights of a resumed run, which
+    already take room. Raises InputError with the shortage of each node."""
     needed = needed_by_node(spec, prepared, placement)
     folders = [str(folder) for folder in own]
     rooms = await asyncio.to_thread(on_each_node, room_at, str(store_base(spec)), folders, timeout_s=ROOM_S)
@@ -245,7 +244,8 @@ async def require_room(
 
 
 def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> Mapping[str, Needed]:
-    """What the run needs on each node with the learner or actors, by the node's name; empty if sizes are not known."""
+    """Return the memory that the run needs on each node with the learner or actors, by node; empty if sizes are
+    unknown."""
     if prepared.shape is None:
         return {}
     size = 0 if spec.supervised else version_bytes(prepared.shape, spec.model.dtype)
@@ -263,7 +263,7 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
 
 
 def _kind_of(spec: RunSpec, placement: Placement) -> str:
-    """The kind of the run's devices, or of generation's where the learner's are of another."""
+    """Return the kind of the run's devices; if the learner has another kind, that of the generation actors."""
     apart = spec.placement.learner_kind is not None
     name = name_of(spec, FunctionRole.SAMPLES) if apart else publisher_of(spec)
     return placement.allocation(name, 0).devices[0].kind

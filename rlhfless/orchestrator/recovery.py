@@ -1,14 +1,14 @@
-"""After a fault: replace lost replicas, and choose the step to continue from.
+"""Recover from faults: replace lost replicas, and choose the step to continue from.
 
-A step that failed is repeated. That costs little and changes nothing: its finished rollouts come from the journal,
-learner and critic repeat their replies for a step that they have taken, and the ledger counts a step once. If one of
-these two is lost, both restart from the newest checkpoint, and later steps are learned again from the journal.
+A failed step is repeated. This is cheap and does not change its result: finished rollouts come from the journal,
+learner and critic repeat their replies for a step that they have already learned, and the ledger counts a step once. If
+learner or critic is lost, both restart from the newest checkpoint, and later steps are learned again from the journal.
 
 `LearnerSize` changes the number of a learner's ranks (`learner.min_ranks`): fewer after a fault, more when devices are
-free again. A process group cannot admit another rank. So the ranks export their state to shared memory and stop, and a
-group of another size imports its shards. Without room there, or on several nodes, the state goes through a checkpoint.
-A larger group's devices are acquired first, so a working group is never given up for devices that do not come. The
-weights are published again after the change and must have the same digest."""
+free again. A process group cannot add ranks, so the ranks export their state to shared memory and stop, and a group of
+another size imports its shards. The state goes through a checkpoint instead if shared memory has no room, or if the
+ranks are on several nodes. The devices of a larger group are acquired first, so that a working group is never given up
+for devices that do not arrive. After the change, the weights are published again and must have the same digest."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from rlhfless.util.text import legible
 log = logging.getLogger(__name__)
 
 GROW_S = 20.0
-"""Longest wait for devices that were free a moment ago."""
+"""Timeout for devices that were free just before."""
 
 Save = Callable[[], Awaitable[None]]
-"""Writes a checkpoint of the step that has ended."""
+"""Writes a checkpoint of the last finished step."""
 
 
 class LearnerSize:
-    """The number of ranks of a run's learner."""
+    """Changes the number of ranks of a run's learner."""
 
     def __init__(self, run: BaseRun, devices: RunDevices, candidates: Candidates, in_memory: bool) -> None:
-        """`in_memory`: the folder of the weights is in shared memory."""
+        """`in_memory`: whether the folder of the weights is in shared memory."""
         self._run = run
         self._devices = devices
         self._candidates = candidates
@@ -57,13 +57,13 @@ class LearnerSize:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the present group, or of the next one to start."""
+        """Number of ranks of the current group, or of the next one to start."""
         return self._run.learner.allocations[0].ranks or max(self._candidates)
 
     def resume(self, decisions: Sequence[Decision]) -> None:
-        """Start the learner of a resumed run with its last number of ranks, on devices that are still held if any.
+        """Set the learner of a resumed run to its last number of ranks, on devices that it still holds, if possible.
 
-        `decisions`: of the earlier attempts.
+        `decisions`: those of the earlier attempts.
         """
         earlier = [int(each.choice) for each in decisions if each.kind == LEARNER_RANKS]
         allocations = self._candidates.get(earlier[-1], ()) if earlier else ()
@@ -74,7 +74,7 @@ class LearnerSize:
 
     @contextlib.asynccontextmanager
     async def keeping_devices(self) -> AsyncIterator[None]:
-        """Keep the surviving devices of a lost learner within the block: released devices seem in use for a while."""
+        """Keep the surviving devices of a lost learner within the block: released devices look busy for a while."""
         user = f"{self._run.learner.function} that was lost"
         self._devices.add_user(self._run.learner.allocations[0], user, lambda _: None)
         try:
@@ -83,10 +83,10 @@ class LearnerSize:
             await self._devices.release(user)
 
     async def after_fault(self, step: int) -> None:
-        """Choose the devices on which a lost learner restarts: the most ranks whose devices are there."""
+        """Choose the devices for a lost learner: the most ranks whose devices are available."""
         if self._run.learner.replicas():
             return
-        await self._devices.renew()  # finds devices that are lost
+        await self._devices.renew()  # detects lost devices
         again, self._lost_step = step <= self._lost_step, max(step, self._lost_step)
         before = self.ranks
         chosen = most_ranks(self._candidates, await self._devices.at_hand(), before if again else None)
@@ -101,17 +101,17 @@ class LearnerSize:
         self._record(step, time.time(), before, {"reason": reason})
 
     async def larger(self) -> Allocation | None:
-        """Return the devices of a larger group if they are free and no other function waits for devices."""
+        """Return the allocation of a larger group if its devices are free and no function waits for devices."""
         if self.ranks == max(self._candidates) or self._devices.waiting:
             return None
         chosen = most_ranks(self._candidates, await self._devices.at_hand())
         return chosen if chosen is not None and (chosen.ranks or max(self._candidates)) > self.ranks else None
 
     async def change(self, step: int, allocation: Allocation, save: Save) -> None:
-        """Restart the learner on other devices with the same state, after `step`.
+        """Restart the learner on other devices with the same state, after `step`. Does nothing if they do not arrive.
 
-        Raises CheckpointError if the digest of the weights differs afterwards, and whatever a start or a call raises:
-        the run then continues from its newest checkpoint, as after any loss of the learner.
+        Raises CheckpointError if the digest of the weights differs afterwards, and the errors of starts and calls. The
+        run then continues from its newest checkpoint, as after any loss of the learner.
         """
         start_s, before, digest = time.time(), self.ranks, self._run.digest
         self._run.clock.interrupt()
@@ -145,7 +145,7 @@ class LearnerSize:
         return True
 
     async def _restart(self, step: int, allocation: Allocation, save: Save) -> dict[str, float | str]:
-        """Stop the group, and start one on other devices with the same state; returns the seconds of each part."""
+        """Stop the group, start one on other devices with the same state, and return the seconds of each phase."""
         run, call, pool = self._run, self._run.call(step), self._run.learner
         start_s, replica = time.time(), run.trainers.replica(pool)
         nodes = self._nodes(pool.allocations[0]) | self._nodes(allocation)
@@ -174,7 +174,7 @@ class LearnerSize:
         }
 
     def _nodes(self, allocation: Allocation) -> set[str]:
-        """Return Ray's ids of the nodes of a group's devices; none if they are not held."""
+        """Return the Ray node ids of an allocation's devices; empty if they are not held."""
         bound = self._devices.bound(allocation)
         return set() if bound is None else {device.node for device in bound.devices}
 
@@ -187,7 +187,7 @@ class LearnerSize:
 def size_of(
     run: BaseRun, sequence_tokens: int, nodes: Sequence[Node], placement: Placement, devices: RunDevices
 ) -> LearnerSize | None:
-    """Return the size of a run's learner; None if it is fixed, by the spec or because memory allows no fewer ranks."""
+    """Return the LearnerSize of a run; None if the spec fixes the ranks, or if memory allows no fewer."""
     spec, most = run.spec, run.spec.learner.world_size
     if spec.learner.fewest_ranks >= most:
         return None
@@ -208,13 +208,13 @@ async def clear(run: BaseRun, call: Call) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The losses of one attempt, and the steps that they cost."""
+    """The losses of one attempt, and the steps repeated because of them."""
 
     replicas_lost: int
-    """Replicas that died, hung or restarted while the run needed them. They were replaced if it still did."""
+    """Replicas that died, hung or restarted while the run needed them."""
     steps_again: int
-    """Repeated steps: those that failed, and earlier ones that a new learner had to learn again. A lost actor costs no
-    step if its samples continued on other actors."""
+    """Repeated steps: failed ones, and earlier ones that a new learner had to learn again. The loss of an actor repeats
+    no step if its samples continued on other actors."""
 
 
 class Recovery:
@@ -228,18 +228,18 @@ class Recovery:
 
     @property
     def recovered(self) -> Recovered:
-        """The recoveries so far. The fault that stops a run does not count, and faults during a recovery count once."""
+        """The recoveries so far. The fault that stops a run does not count; faults during a recovery count once."""
         return Recovered(sum(pool.lost for pool in self._run.pools.values()), self._steps_again)
 
     async def after(self, step: int, fault: Exception) -> int:
-        """Replace lost replicas; returns the step to continue with.
+        """Replace lost replicas, and return the step to continue with.
 
-        Raises the fault itself after `recovery.per_step` recoveries without a new step, an error that stopped the
-        recovery, or CancelledError if the run is told to stop.
+        Raises the fault itself after `recovery.per_step` recoveries without progress, an error that stopped the
+        recovery, or CancelledError if the run is stopping.
         """
         if is_stopping():
             raise asyncio.CancelledError from fault
-        # Repeating steps before the one that failed is no progress.
+        # Steps repeated before the failed one are no progress.
         self._count = self._count + 1 if step <= self._step else 1
         self._step = max(self._step, step)
         limit = self._run.spec.recovery.per_step
@@ -272,5 +272,5 @@ class Recovery:
                 await size.after_fault(step)
             restored = await run.restore()
         await run.open_weights(restored)
-        # Step 0, the evaluation before the first step, is done if a step was learned or its figures are known.
+        # Step 0, the evaluation before the first step, is done if a step was learned or its metrics are known.
         return restored + 1 if restored or run.before else 0

@@ -1,6 +1,6 @@
-"""What must not change without a word between two attempts of a run: its inputs, and its learning rates.
+"""Detect changes of a run's inputs and learning rates between two attempts.
 
-The inputs are recorded in the run's folder at its start (`inputs.json`), and compared by every later attempt, whether a
+The inputs are recorded in the run's folder at its start (`inputs.json`). Every later attempt compares them, whether a
 user resumes the run or the service starts another driver after a crash.
 """
 
@@ -24,7 +24,7 @@ INPUTS_FILE = "inputs.json"
 
 SCHEDULE = "schedule"
 ALLOWABLE = (*KINDS, SCHEDULE)
-"""What `--allow-changed` can name. A service has no `schedule`: the steps of its runs do not change."""
+"""Values of `--allow-changed`. A service has no `schedule`, because the steps of its runs do not change."""
 
 ALLOWED = "the change was allowed, and the run goes on with it"
 
@@ -35,11 +35,11 @@ NOT_RECORDED = (
 
 
 def hold_inputs(spec: RunSpec, folder: Path, allowed: Collection[str] = (), before: RunSpec | None = None) -> list[str]:
-    """Record what the run reads, or compare it with the record if the run has begun; returns warnings.
+    """Record the run's inputs, or compare them with the record if the run has started; return warnings.
 
-    After a change, samples of steps that no checkpoint holds are deleted: they were generated from other data, or by
-    weights that the resumed run does not come to. `allowed`: the KINDS that may have changed; `before`: the spec of the
-    earlier attempt. Raises InputError if others have changed.
+    After a change, the samples of steps after the newest checkpoint are deleted: they were generated from other data,
+    or by weights that the resumed run will not reach. `allowed`: the KINDS that may have changed. `before`: the spec of
+    the earlier attempt. Raises InputError if other inputs have changed.
     """
     now, file = inputs_of(spec), folder / INPUTS_FILE
     warnings = []
@@ -60,7 +60,7 @@ def hold_inputs(spec: RunSpec, folder: Path, allowed: Collection[str] = (), befo
 
 
 def _generate_again(spec: RunSpec, folder: Path) -> list[str]:
-    """Delete the samples after the newest checkpoint; returns a warning if there were any."""
+    """Delete the samples after the newest checkpoint; return a warning if there were any."""
     newest = checkpoints_of(folder, spec.checkpoint).newest()
     done, file = newest.notes.step if newest is not None else 0, folder / JOURNAL_FILE
     if not file.is_file():
@@ -84,7 +84,7 @@ def _hint(kind: str) -> str:
 
 
 def has_begun(spec: RunSpec, folder: Path) -> bool:
-    """Whether the run has drawn or learned anything."""
+    """Return whether the run has rollouts or a checkpoint."""
     if has_rollouts(folder / JOURNAL_FILE):
         return True
     try:
@@ -94,7 +94,7 @@ def has_begun(spec: RunSpec, folder: Path) -> bool:
 
 
 def schedule_problems(before: RunSpec, now: RunSpec, done: int) -> list[Problem]:
-    """A problem for each optimiser whose rates depend on `steps`, which has changed after `done` steps."""
+    """Return a problem for each optimiser whose rates depend on `steps`, if `steps` has changed after `done` steps."""
     if not done:
         return []
     problems = []
@@ -120,7 +120,7 @@ def schedule_problems(before: RunSpec, now: RunSpec, done: int) -> list[Problem]
 
 
 def _rescheduled(before: RunSpec, now: RunSpec) -> list[str]:
-    """The functions whose learning rates change with `steps`."""
+    """Return the functions whose learning rates change because `steps` has changed."""
     if before.steps == now.steps:
         return []
     return [name for name, optimizer in before.optimizers.items() if optimizer.rate_schedule != "constant"]
