@@ -1,1 +1,1 @@
-"""The only package that imports vLLM; `adapter.Engine` is its interface, and does not import vLLM itself."""
+"""The only package that imports vLLM. Its interface is `adapter.VllmEngine`, which does not import vLLM itself."""

@@ -1,12 +1,12 @@
-"""One vLLM engine behind an asynchronous surface that knows nothing of vLLM.
+"""Run one vLLM engine behind an asynchronous interface that exposes nothing of vLLM.
 
-The engine is a process of its own (`loop`): a crash or a hang in native code cannot take the caller
-along, and can be killed; the caller answers health checks while the engine computes. Only requests,
-finished responses and a progress heartbeat cross the border, never single tokens. The processes that vLLM starts
-beside it are of its session, and end with it: none may hold a device after that.
+The engine is a separate process (`loop`): a crash or hang in native code cannot take the caller down and can be
+killed, and the caller answers health checks while the engine computes. Only requests, finished responses and
+progress heartbeats cross the process boundary, never single tokens. Processes that vLLM starts belong to the
+engine's session and end with it, so none holds a device afterwards.
 
-Invariants: every wait is bounded by `EngineSettings.timeouts`. After a failed load, a lost process or a
-call that timed out, `usable` is False for ever, and every call raises `EngineDead`.
+Invariants: every wait is bounded by `EngineSettings.timeouts`. After a failed load, a lost process or a timed-out
+call, `usable` stays False, and every call raises `EngineDead`.
 """
 
 from __future__ import annotations
@@ -62,40 +62,37 @@ from rlhfless.util import processes
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""How long multiprocessing's own process is left, which removes what others have left in shared memory once they are
-gone."""
+"""Seconds for multiprocessing's resource tracker to remove leftover shared memory after the other processes exit."""
 
 KILL_S = 10.0
-"""How long killed processes are waited for. The kernel takes a GPU's memory back within seconds."""
+"""Seconds to wait for killed processes. The kernel reclaims a GPU's memory within seconds."""
 
 _MODULE = "rlhfless.functions.generation.vllm.loop"
 
 
 class VllmEngine:
-    """See rlhfless.functions.generation.engine.Engine."""
+    """The built-in `Engine`; see rlhfless.functions.generation.engine."""
 
     loads_in_flight: ClassVar[bool] = True
-    """See Engine.load."""
 
     def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
         self.settings = settings
         self.log = log
-        """What the engine's processes print."""
         self.loaded: WeightVersion | None = None
-        """The version that serves; None while it is still the model folder's."""
+        """The version being served; None while it is still the model folder's."""
         self.start_seconds: dict[str, float] = {}
-        """Duration of each phase of the start."""
+        """Duration of each start phase."""
         self.kv_capacity_tokens = 0
-        """Tokens that the KV cache holds; 0 if the engine did not say."""
+        """Capacity of the KV cache in tokens; 0 if the engine did not report it."""
         self.block_tokens = 0
-        """Tokens of a block of the KV cache, once it has started."""
+        """Tokens per KV cache block, once the engine has started."""
         self.backends: Mapping[str, str] = {}
-        """The code that vLLM chose: model runner, attention, sampler."""
+        """The implementations that vLLM chose: model runner, attention, sampler."""
         self.rest = Rest()
         self._process = process
         self._folder = folder
         self._numbers = itertools.count()
-        self._serials: dict[str, str] = {}  # of the requests in flight, by the caller's id
+        self._serials: dict[str, str] = {}  # of the requests in flight, by the caller's ID
         self._samples: dict[str, asyncio.Future[Sampled]] = {}  # by serial number
         self._progress: dict[str, int] = {}  # by serial number
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -107,16 +104,17 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> VllmEngine:
-        """Starts a process with the engine in it and waits until it can serve. What it prints is appended to
-        `log_file`; without one it is kept while the engine lives.
+        """Start a process with the engine and wait until it can serve.
+
+        Output is appended to `log_file`; without one, it is kept while the engine lives.
 
         Raises:
             RuntimeError: vLLM is missing or of another release.
             EngineTimeout: the start took longer than `timeouts.start_s`; the message ends with the log's last lines.
-            EngineDead: the process ended during the start; the message holds its trace and the log's last lines.
+            EngineDead: the process exited during the start; the message has its traceback and the log's last lines.
         """
         require_supported_vllm()
-        folder = Path(tempfile.mkdtemp(prefix="rlhfless-engine-"))  # of sockets, some of which vLLM leaves
+        folder = Path(tempfile.mkdtemp(prefix="rlhfless-engine-"))  # of sockets, some of which vLLM leaves behind
         printed = log_file or folder / "engine.log"
         ours, theirs = socket.socketpair()
         with theirs, printed.open("ab") as output:
@@ -143,28 +141,19 @@ class VllmEngine:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The engine's processes."""
         return processes.session_members(self._process.pid)
 
     @property
     def usable(self) -> bool:
-        """The engine can serve."""
         return self._failure is None
 
     async def sample(self, request: SampleRequest) -> Sampled:
-        """Draws one response. If the caller is cancelled, so is the request.
-
-        Raises:
-            ValueError: a request of this id is in flight.
-            EngineError: the engine refuses the request, for example because the prompt is too long.
-            EngineTimeout: it took longer than `timeouts.generate_s`.
-            EngineDead: the engine is lost.
-        """
+        """Generate one response; see Engine.sample."""
         self.rest.require_awake("draw a sample")
         if request.request_id in self._serials:
             raise ValueError(f"request {request.request_id!r} is in flight already; ids must differ")
         future = self._expect()
-        # The caller may reuse an id before the engine's answer to its first use arrives; serial numbers are never
+        # The caller may reuse an ID before the engine's answer to its first use arrives; serial numbers are never
         # reused.
         serial = str(next(self._numbers))
         if not self._samples:  # idle until now, so silence counts from here
@@ -183,10 +172,9 @@ class VllmEngine:
                 self._send(EngineCall(next(self._numbers), "abort", ((serial,),)))
 
     def require_heartbeat(self, limit_s: float) -> None:
-        """Raise EngineDead if the process has work and has sent nothing for `limit_s`: it hangs.
+        """Raise EngineDead if the process has work but has sent nothing for `limit_s`, that is, hangs.
 
-        A call such as a weight load occupies the process and has a limit of its own, so silence does not count
-        meanwhile.
+        Silence does not count during a call such as a weight load, which occupies the process and has its own limit.
         """
         silent_s = time.monotonic() - self._heard_s
         if self._samples and not self._calls and silent_s > limit_s:
@@ -194,36 +182,21 @@ class VllmEngine:
             raise EngineDead(str(self._failure))
 
     def kill(self) -> None:
-        """End an engine that cannot be talked to any more, with all its processes. Idempotent."""
         self._fail(EngineDead("the engine was killed"))
-        self._process.kill()  # and the kernel the others (`processes.die_with_spawner`); see also `_reap`
+        self._process.kill()  # the kernel kills the others (`processes.die_with_spawner`); see also `_reap`
 
     def progress(self) -> dict[str, int]:
-        """Tokens drawn so far of each unfinished request; up to a fraction of a second old."""
+        """Return the generated tokens of each unfinished request; up to a fraction of a second old."""
         return {name: self._progress.get(serial, 0) for name, serial in self._serials.items()}
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """Ends the given requests, or all. Their `sample` calls return what was drawn, with reason ABORT.
-
-        Ids that are not in flight are ignored: they have just finished.
-        """
         chosen = None
         if request_ids is not None:
             chosen = tuple(self._serials[name] for name in request_ids if name in self._serials)
         await self._call("abort", chosen, timeout_s=self.settings.timeouts.drain_s)
 
     async def load(self, published: PublishedWeights, *, in_flight: bool = False) -> LoadReport | None:
-        """Loads a version and drops the prefix cache. Returns None if the version is loaded already. With `in_flight`
-        unfinished requests go on with the new weights; see Engine.load.
-
-        The digest and number of the tensors that the model consumed are checked
-        (`weights.check.check_consumed`).
-
-        Raises:
-            EngineBusy: requests are unfinished, and the load is not in flight; abort them first. Nothing was changed.
-            WeightCheckFailed, WeightFileError: the load failed, and the engine is unusable from now on.
-            EngineTimeout: it took longer than `timeouts.sync_s`; unusable as well.
-        """
+        """Load a version and drop the prefix cache; see Engine.load."""
         self.rest.require_weights("load weights")
         if self.usable and self.loaded == published.version:
             return None
@@ -233,7 +206,6 @@ class VllmEngine:
         return report
 
     async def sleep(self, tier: SleepTier) -> Slept:
-        """See Engine.sleep."""
         if self.rest.tier is not None:
             return Slept(self.rest.tier, 0, 0)
         slept: Slept = await self._change("falling asleep", "sleep", tier)
@@ -243,7 +215,6 @@ class VllmEngine:
         return slept
 
     async def wake(self, *parts: EnginePart) -> None:
-        """See Engine.wake."""
         asleep = tuple(part for part in parts or ENGINE_PARTS if part in self.rest.parts)
         if not asleep:
             return
@@ -251,14 +222,13 @@ class VllmEngine:
         self.rest.woke(asleep)
 
     async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:
-        [tokens - 1]. Unfinished requests go on meanwhile."""
+        """Return the logprobs of a text; see Engine.logprobs. Unfinished requests continue meanwhile."""
         self.rest.require_awake("compute logprobs")
         result: tuple[float, ...] = await self._call("logprobs", token_ids, timeout_s=self.settings.timeouts.sync_s)
         return result
 
     async def stop(self) -> None:
-        """Ends the process: asks, waits `timeouts.drain_s`, kills. Unfinished requests raise `EngineDead`."""
+        """Stop the process: ask, wait `timeouts.drain_s`, kill. Unfinished requests raise `EngineDead`."""
         self._fail(EngineDead("the engine was stopped"))
         self._send(Stop())
         await asyncio.to_thread(self._reap)
@@ -266,12 +236,12 @@ class VllmEngine:
         self._reading.cancel()
 
     def _reap(self) -> None:
-        """Waits for the process's end, ends the engine's other processes, and removes their files."""
+        """Wait for the process to exit, end the engine's other processes, and remove their files."""
         self._wait_for_end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait_for_end(self) -> int:
-        """Waits for the process's end, and ends the engine's other processes. Returns its exit code."""
+        """Wait for the process to exit, end the engine's other processes, and return the exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.settings.timeouts.drain_s)
         if not processes.end_session(self._process.pid, GRACE_S, KILL_S):
@@ -279,8 +249,8 @@ class VllmEngine:
         return self._process.wait()
 
     async def _change(self, doing: str, method: str, *arguments: Any) -> Any:
-        """A call that changes what the engine holds: after any failure but EngineBusy, which comes before the change,
-        its state is unknown, and it is unusable."""
+        """Make a call that changes the engine's state: any failure except EngineBusy, which precedes the change,
+        leaves the state unknown and the engine unusable."""
         try:
             return await self._call(method, *arguments, timeout_s=self.settings.timeouts.sync_s)
         except EngineBusy:
@@ -305,7 +275,7 @@ class VllmEngine:
         return asyncio.get_running_loop().create_future()
 
     def _send(self, message: object) -> None:
-        # If the process has died, `_read` finds out; an error of the socket adds nothing.
+        # If the process has died, `_read` notices; a socket error adds nothing.
         if not self._writer.is_closing():
             self._writer.write(processes.encode(message))
 
@@ -348,14 +318,14 @@ class VllmEngine:
                 self._fail(EngineDead(self._told(f"the engine's process failed:\n{message.trace.rstrip()}")))
 
     def _told(self, what: str) -> str:
-        """A fault with what the log adds to it: of a failed start the last lines, which may have the cause, as where
-        vLLM's core is a process of its own; later where the log is."""
+        """Extend a fault with the log: its last lines if the start failed, because they may contain the cause when
+        vLLM's core is a separate process; later its path."""
         if self.start_seconds:
             return what if self.log.parent == self._folder else f"{what}; its log is {self.log}"
         return f"{what}\n{errors_and_end(self.log, what)}".rstrip()
 
     def _fail(self, failure: EngineError) -> None:
-        """The first failure is the cause; it ends every wait, each with an exception of its own."""
+        """Record the first failure, which is the cause, and end every wait with its own exception."""
         self._failure = self._failure or failure
         waiting: list[asyncio.Future[Any]] = [self._started, *self._samples.values(), *self._calls.values()]
         for future in waiting:

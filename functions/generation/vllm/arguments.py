@@ -1,10 +1,10 @@
-"""From `EngineSettings` to vLLM's arguments and the environment of the engine's process. Pure.
+"""Translate `EngineSettings` into vLLM's arguments and the environment of the engine's process. Pure.
 
 On one CPU core the engine is one process: vLLM's scheduler, executor and worker run in one loop
-(`VLLM_ENABLE_V1_MULTIPROCESSING=0`), not in AsyncLLM's three, which on the actor's one core import vLLM three times
-(start 42 s against 9 s) and exchange a message per iteration (1.4 times fewer tokens per second). On a GPU, where
-scheduling overlaps with the device's work, and where an actor has several devices, with a worker each, vLLM's core is a
-process of its own.
+(`VLLM_ENABLE_V1_MULTIPROCESSING=0`). AsyncLLM's three processes would import vLLM three times on the actor's one
+core (start 42 s versus 9 s) and exchange a message per iteration (1.4 times fewer tokens per second). On a GPU,
+where scheduling overlaps with the device's work, and for an actor with several devices (one worker each), vLLM's
+core is a separate process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.scaling.memory import CPU_KV_GIB
 
 TRANSFER_BACKEND = "rlhfless-store"
-"""Name under which our weight engine is registered with vLLM."""
+"""Name of our weight engine in vLLM's registry."""
 
 WORKER_EXTENSION = "rlhfless.functions.generation.vllm.weight_engine.StoreWorkerExtension"
 """vLLM imports this in every worker before it loads the model; the import registers the weight engine."""
@@ -42,20 +42,21 @@ DRAFTERS = {
     "suffix": f"{_DRAFTER_MODULE}.SuffixDrafter",
     "ngram": f"{_DRAFTER_MODULE}.NgramDrafter",
 }
-"""Our classes that vLLM imports in its workers, by method; `ngram` only on CPUs."""
+"""Our drafter classes, imported by vLLM in its workers, by method; `ngram` only on CPUs."""
 
 FLASHINFER_KERNELS = ("flashinfer_cubin", "flashinfer_jit_cache")
-"""Modules with the compiled kernels of FlashInfer. Without them it compiles at the start with whatever nvcc a node has,
-for minutes, or fails."""
+"""Modules with FlashInfer's compiled kernels. Without them it compiles at start with the node's nvcc, for minutes,
+or fails."""
 
 NGRAMS = 3, 5
-"""Fewest and most last tokens that vLLM's own n-grams have on GPUs."""
+"""Fewest and most trailing tokens that vLLM's own n-grams match on GPUs."""
 
 QUANTIZATION = "rlhfless-fp8"
-"""Names under which our formats are registered with vLLM (quantised_layers)."""
+"""Name of our fp8 format in vLLM's registry (see fp8.py)."""
 
 START_CHECK_FRACTION = 0.05
-"""Part of a GPU that must be free when an engine with planned KV bytes starts: CUDA's context and the first weights."""
+"""Fraction of a GPU that must be free when an engine with planned KV bytes starts: CUDA's context and the first
+weights."""
 
 OWN_ARGUMENTS = frozenset(
     {
@@ -75,8 +76,8 @@ OWN_ARGUMENTS = frozenset(
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`. Raises ValueError if `extra` holds one of `OWN_ARGUMENTS`, or
-    a package that the spec needs is missing."""
+    """Return the keyword arguments of vLLM's `EngineArgs`. Raises ValueError if `extra` holds one of `OWN_ARGUMENTS`
+    or a package that the spec needs is missing."""
     spec = settings.engine
     if taken := sorted(OWN_ARGUMENTS & spec.extra.keys()):
         raise ValueError(f"generation.engine.extra must not contain {taken[0]!r}: the adapter sets it itself")
@@ -88,15 +89,15 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "seed": settings.seed,
         "trust_remote_code": settings.trust_remote_code,
         "tensor_parallel_size": spec.devices_per_actor,
-        # A worker in the core's own process, or one process for each device.
+        # A worker in the core's own process, or one process per device.
         "distributed_executor_backend": "uni" if spec.devices_per_actor == 1 else "mp",
-        # First come, first served, but for the probe: behind all requests that wait it would wait for most of a step.
+        # First come, first served, except for the probe: behind all waiting requests it would wait for most of a step.
         "scheduling_policy": "priority",
         "max_num_seqs": spec.sequence_limit,
         "max_num_batched_tokens": spec.batch_tokens,
         "enforce_eager": is_eager(settings),
         "disable_log_stats": True,
-        # Logprobs at the sampling temperature: what the learner's ratio needs.
+        # Logprobs at the sampling temperature, as the learner's ratio requires.
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
@@ -107,13 +108,13 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_fraction
         if settings.sleeps:
-            # Asleep it also gives back CUDA graphs (0.1 to 0.6 GiB) and the buffers of NCCL (1 GiB with four devices).
+            # Sleep also releases CUDA graphs (0.1 to 0.6 GiB) and NCCL's buffers (1 GiB with four devices).
             names = ("enable_sleep_mode", "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
             arguments |= dict.fromkeys(names, True)
         if settings.kv_bytes is not None:
             arguments["kv_cache_memory_bytes"] = settings.kv_bytes
             # With KV bytes given, vLLM uses the fraction only to refuse a start when less of the device is free. The
-            # memory plan has decided that already, by what each function holds at the same time.
+            # memory plan has already decided that, from what each function holds at the same time.
             arguments["gpu_memory_utilization"] = START_CHECK_FRACTION
     if settings.quantization != "off":
         arguments["quantization"] = QUANTIZATION
@@ -128,7 +129,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _require_flashinfer_kernels() -> None:
-    """Raises ValueError if FlashInfer would have to compile its kernels."""
+    """Raise ValueError if FlashInfer would have to compile its kernels."""
     if missing := [name for name in FLASHINFER_KERNELS if importlib.util.find_spec(name) is None]:
         packages = " and ".join(name.replace("_", "-") for name in missing)
         raise ValueError(
@@ -138,13 +139,13 @@ def _require_flashinfer_kernels() -> None:
 
 
 def kv_folder(settings: EngineSettings) -> Path:
-    """Where the engine of this process keeps KV for others, if its connector is `folder`."""
+    """Return the folder where this process's engine keeps KV for others, if its connector is `folder`."""
     return Path(settings.store.folder) / f"kv-{os.getpid()}"
 
 
 def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
-    """`kv_transfer_config` of vLLM; KV that does not come is computed. Raises ValueError for a folder that other
-    engines do not see, and for NIXL where it is not installed."""
+    """Return vLLM's `kv_transfer_config`; KV that does not arrive is computed. Raises ValueError for a folder that
+    other engines cannot see, and for NIXL if it is not installed."""
     either_way = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     if settings.kv_connector == "nixl":
         if importlib.util.find_spec("nixl") is None:
@@ -168,8 +169,8 @@ def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _speculative(settings: EngineSettings) -> dict[str, Any]:
-    """`speculative_config` of vLLM. Suffixes are drafted by our own class: vLLM's need a package that is built from
-    source, and remember no earlier steps."""
+    """Return vLLM's `speculative_config`. Suffixes are drafted by our own class: vLLM's need a package built from
+    source and remember no earlier steps."""
     method, model = settings.speculation.method, settings.speculation.model
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": settings.speculation.most}
     if method == "ngram" and settings.device != "cpu":
@@ -180,13 +181,13 @@ def _speculative(settings: EngineSettings) -> dict[str, Any]:
 
 
 def is_eager(settings: EngineSettings) -> bool:
-    """Whether the model runs without compilation: as the spec says, and by default only on CPU."""
+    """Return whether the model runs without compilation: per the spec, by default only on CPU."""
     return settings.device == "cpu" if settings.engine.eager is None else settings.engine.eager
 
 
 def has_core_process(settings: EngineSettings) -> bool:
-    """Scheduler and workers are processes of their own: what the spec says; when it says nothing, all engines but
-    the ones of one CPU core.
+    """Return whether scheduler and workers are separate processes: per the spec, by default for all engines except
+    those on one CPU core.
 
     Raises ValueError if the spec wants one process for several devices: each needs a worker.
     """
@@ -202,15 +203,16 @@ def has_core_process(settings: EngineSettings) -> bool:
 
 
 def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the engine's process. A variable that the user set is kept, unless the adapter depends on it."""
+    """Return the environment of the engine's process. User-set variables are kept unless the adapter depends on
+    them."""
     chosen = {
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # An engine runs on one node; the node's host name may resolve to an address of the network.
+        # An engine runs on one node; the node's host name may resolve to a network address.
         "VLLM_HOST_IP": LOOPBACK,
-        # vLLM's own limits must not end what the run still waits for: reading and compiling a large model at the start,
-        # and loading weights, which is a call to the workers like an iteration.
+        # vLLM's own limits must not be shorter than the run's: for reading and compiling a large model at the start,
+        # and for loading weights, a call to the workers like an iteration.
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(settings.timeouts.start_s)),
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(
             math.ceil(max(settings.timeouts.sync_s, settings.timeouts.generate_s))
@@ -228,44 +230,45 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         chosen[ALLOCATOR] = PINNED
     fixed = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if has_core_process(settings) else "0",
-        # Forked processes would share the channel to the adapter, and could not end with the one that started them.
+        # Forked processes would share the channel to the adapter, and could not end with their parent.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     if settings.device != "cpu":
         fixed["VLLM_BATCH_INVARIANT"] = str(int(settings.batch_invariant))
-        # vLLM uses it for no request that has a seed, so never here; to ask whether it could, a start needs FlashInfer.
+        # vLLM never uses it for seeded requests, so never here; checking its availability would require FlashInfer at
+        # the start.
         fixed["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         fixed[FLASHINFER] = str(int(settings.engine.flashinfer))
     if settings.kv_connector == "nixl":
-        import ray  # here: the engine's process, which reads this file for the arguments, has no use for it
+        import ray  # here: the engine's process, which imports this module for the arguments, does not need ray
 
         node = ray.util.get_node_ip_address()
-        # Where the engine tells others what KV it has. By default all engines take the same port, of loopback.
+        # The address where the engine offers its KV to others. By default all engines use the same loopback port.
         fixed["VLLM_NIXL_SIDE_CHANNEL_HOST"], fixed["VLLM_NIXL_SIDE_CHANNEL_PORT"] = node, str(free_port(node))
-        if is_loopback(node):  # there is no other node: UCX's sockets are there, too
+        if is_loopback(node):  # single node: UCX's sockets stay on loopback as well
             chosen["UCX_NET_DEVICES"] = INTERFACE
     if settings.is_local:
         fixed["HF_HUB_OFFLINE"] = "1"
     if is_eager(settings):
-        # Even an eager engine compiles one small function of its sampler at the first request: 48 s with a
-        # cold cache on one core, for no measurable gain.
+        # Even an eager engine compiles one small function of its sampler at the first request: 48 s with a cold cache
+        # on one core, for no measurable gain.
         fixed["TORCHDYNAMO_DISABLE"] = "1"
     return chosen | dict(inherited) | fixed
 
 
 def _group_environment(settings: EngineSettings) -> dict[str, str]:
-    """The interface of gloo and NCCL: loopback for the workers of one engine; for a broadcast, whose learner may be on
-    another node, this node's own."""
+    """Return the interface of gloo and NCCL: loopback for the workers of one engine; this node's own for a
+    broadcast, because the learner may be on another node."""
     if settings.store.transport != "nccl":
         return loopback_environment()
-    import ray  # here: the engine's process, which reads this file for the arguments, has no use for it
+    import ray  # here: the engine's process, which imports this module for the arguments, does not need ray
 
     return interface_environment(ray.util.get_node_ip_address())
 
 
 def _preloaded_libraries() -> list[str]:
-    """vLLM's tcmalloc and torch's OpenMP: vLLM preloads both into workers that it starts itself."""
+    """Return vLLM's tcmalloc and torch's OpenMP, which vLLM preloads into workers that it starts itself."""
     patterns = (
         ("vllm", "libs/libtcmalloc*.so*"),
         ("torch", "../torch.libs/libgomp*.so*"),

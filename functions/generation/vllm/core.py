@@ -1,8 +1,8 @@
 """vLLM, synchronous: one iteration per `step`.
 
-Its front end is in this process; scheduler and workers are, too, or in processes of their own (`has_core_process`).
-What is sent to them is plain data, because it may travel as messages. Only `loop` uses this. All that is internal to
-vLLM (request states, engine core) is touched here and in `weight_engine`, and nowhere else.
+Its front end runs in this process; scheduler and workers do too, or run in separate processes (`has_core_process`).
+They receive plain data, because it may travel as messages. Only `loop` uses this module. Only this module and
+`weight_engine` touch vLLM internals (request states, engine core).
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from rlhfless.weights.digest import merged
 from rlhfless.weights.errors import WeightFileError
 
 CLOSE_S = 0.5
-"""What vLLM's core gets to end by itself before it is killed. An idle one has nothing to save, and waits four seconds
-for workers that wait for it, in which the device is paid for."""
+"""Seconds for vLLM's core to exit before it is killed. An idle core has nothing to save, and it and its workers
+would wait for each other for four seconds, while the device is paid for."""
 
 PROBE = "logprobs"
-"""Id of the request that computes logprobs; others are numbers."""
+"""ID of the request that computes logprobs; other IDs are numbers."""
 
 FIRST = -1
-"""Its priority: before others, which have 0, and among which the first to come is the first."""
+"""Priority of the probe: ahead of all other requests, which have 0 and are served first come, first served."""
 
 
 class Core:
-    """One vLLM engine. Not thread-safe; it need not be, because its process has one loop."""
+    """One vLLM engine. Not thread-safe: its process has a single loop."""
 
     def __init__(self, settings: EngineSettings) -> None:
         started = time.monotonic()
@@ -72,7 +72,7 @@ class Core:
         configured = time.monotonic()
         cores = os.sched_getaffinity(0)
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        os.sched_setaffinity(0, cores)  # on CPUs vLLM's NixlConnector has bound this thread to the machine's last core
+        os.sched_setaffinity(0, cores)  # on CPUs vLLM's NixlConnector bound this thread to the machine's last core
         self._closing = False
         if isinstance(self._engine.engine_core, SyncMPClient):
             threading.Thread(target=self._end_with_core, name="core-watch", daemon=True).start()
@@ -90,9 +90,9 @@ class Core:
         self._vocabulary_tokens = config.model_config.get_vocab_size()
         self._internal_ids: dict[str, str] = {}
         self._ended: list[Sampled] = []
-        """Responses that ended while something else was waited for."""
+        """Responses that finished during another call."""
         self._requests: dict[str, SampleRequest] = {}
-        """Unfinished requests, by id."""
+        """Unfinished requests, by ID."""
         self._tokenizer: Any = self._engine.get_tokenizer()
         eos: int | list[int] | None = config.model_config.try_get_generation_config().get("eos_token_id")
         self._end_ids = closing_ids(self._tokenizer, [eos] if isinstance(eos, int) else eos or ())
@@ -102,15 +102,15 @@ class Core:
         self._on_gpu = settings.device != "cpu"
         self._workers = settings.engine.devices_per_actor
         self._freed_bytes = 0
-        """On each device, by the last sleep."""
+        """Bytes that the last sleep freed on each device."""
 
     @property
     def busy(self) -> bool:
-        """Some request is unfinished, or its response was not taken yet."""
+        """Whether a request is unfinished or its response was not taken yet."""
         return bool(self._ended) or self._engine.has_unfinished_requests()
 
     def submit(self, request: SampleRequest) -> None:
-        """Queues a request; `step` returns its result."""
+        """Queue a request; `step` returns its result."""
         self._require_usable()
         parameters = SamplingParams(
             seed=request.seed,
@@ -120,7 +120,7 @@ class Core:
             top_k=request.top_k,
             stop=list(request.stop),
             stop_token_ids=list(request.stop_token_ids),
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # of the sampled token only
             # Only stop texts need the text while sampling. The response's own text is decoded once, at the end.
             detokenize=bool(request.stop),
             skip_special_tokens=False,  # a stop text may be, or contain, a special token
@@ -140,13 +140,13 @@ class Core:
         if request.earlier and self._drafts_suffixes:
             extra[EARLIER] = [packed(response) for response in request.earlier]
         if request.kv_transfer is not None:
-            # With this key vLLM reports the tokens that were cached where the prefill was done, and not here.
+            # With this key vLLM reports the tokens cached where the prefill ran, not those cached here.
             kept = {key: value for key, value in request.kv_transfer.items() if key != "remote_prefill_cached_tokens"}
             extra["kv_transfer_params"] = kept
         return extra or None
 
     def step(self) -> list[Sampled]:
-        """One iteration; returns the responses that ended in it."""
+        """Run one iteration and return the responses that finished in it."""
         ended, self._ended = self._ended, []
         return ended or self._iterate()
 
@@ -158,11 +158,11 @@ class Core:
         return ended
 
     def abort(self, request_ids: tuple[str, ...] | None) -> list[Sampled]:
-        """Ends the given requests, or all; returns what they have so far, and responses that end meanwhile. Unknown ids
-        are ignored."""
+        """End the given requests, or all; return their tokens so far, and responses that finish meanwhile. Unknown
+        IDs are ignored."""
         chosen = self._internal_ids if request_ids is None else request_ids
         internal = [self._internal_ids[name] for name in chosen if name in self._internal_ids]
-        # Not LLMEngine.abort_request: it forgets the requests here, and the core still has tokens of them.
+        # Not LLMEngine.abort_request: it forgets the requests here while the core still has tokens of them.
         self._engine.engine_core.abort_requests(internal)
         states, ended = self._engine.output_processor.request_states, list[Sampled]()
         while any(name in states for name in internal):
@@ -170,7 +170,7 @@ class Core:
         return ended
 
     def progress(self) -> dict[str, int]:
-        """Tokens drawn so far, by request."""
+        """Return the generated tokens so far, by request."""
         states = self._engine.output_processor.request_states
         return {
             state.external_req_id: state.detokenizer.num_output_tokens()
@@ -179,12 +179,12 @@ class Core:
         }
 
     def load(self, published: PublishedWeights, in_flight: bool = False) -> LoadReport:
-        """Loads a version and forgets all KV of the one before. In flight, unfinished requests wait meanwhile, keep
-        their tokens, and have their KV computed again by the new weights.
+        """Load a version and drop all KV of the previous one. In flight, unfinished requests wait, keep their
+        tokens, and have their KV recomputed with the new weights.
 
         Raises:
             EngineBusy: requests are unfinished, and the load is not in flight.
-            WeightCheckFailed: the model did not consume exactly the version's tensors; unusable from now on.
+            WeightCheckFailed: the model did not consume exactly the version's tensors; the engine is now unusable.
         """
         self._require_usable()
         if not in_flight:
@@ -206,7 +206,7 @@ class Core:
         return replace(consumed, read_back=read_back, seconds=time.monotonic() - started)
 
     def _update(self, published: PublishedWeights) -> LoadReport:
-        """vLLM's phases of a weight update; returns what all workers consumed."""
+        """Run vLLM's phases of a weight update and return what the workers consumed."""
         engine, probe = self._engine, published.probe
         engine.collective_rpc("start_weight_update")
         update: dict[str, Any] = {"location": published.location}
@@ -225,8 +225,8 @@ class Core:
         return LoadReport(digest, fewest, 0, consumed[0].size_bytes, 0.0, consumed[0].transport)
 
     def _read_back(self, published: PublishedWeights) -> int:
-        """Compare the values in use by the layers with the learner's samples; returns how many tensors were
-        compared."""
+        """Compare the values in use by the layers with the learner's samples and return the number of compared
+        tensors."""
         compared: set[str] = set()
         answers: list[dict[str, tuple[int, int]]] = self._engine.collective_rpc(
             "rlhfless_read_back", args=({name: tuple(each) for name, each in published.probe.samples.items()},)
@@ -238,8 +238,8 @@ class Core:
 
     @contextmanager
     def _paused(self, keep: bool = False) -> Iterator[None]:
-        """Within the block no forward pass is in flight, and no aborted request lingers: all KV is free, or with `keep`
-        that of unfinished requests alone is not."""
+        """Pause until no forward pass is in flight and no aborted request remains, so that all KV is free; with
+        `keep`, unfinished requests retain theirs."""
         client = self._engine.engine_core
         mode: Literal["keep", "abort"] = "keep" if keep else "abort"
         if isinstance(client, InprocClient):
@@ -256,14 +256,14 @@ class Core:
         apart.call_utility("pause_scheduler", mode, False)
         try:
             yield
-        finally:  # while it is paused, the core queues requests and says nothing
+        finally:  # while paused, the core queues requests and sends nothing
             apart.call_utility("resume_scheduler")
 
     def sleep(self, tier: SleepTier) -> Slept:
-        """Give up the memory of the KV cache, and of the weights, which HOST keeps in the host's memory: on a CPU they
-        are there already.
+        """Release the memory of the KV cache and of the weights, which HOST keeps in host memory (on a CPU they
+        stay).
 
-        Raises EngineBusy. A sleep that fails half-way leaves the engine unusable.
+        Raises EngineBusy. A sleep that fails halfway leaves the engine unusable.
         """
         self._require_usable()
         self._require_idle("sleep")
@@ -284,10 +284,10 @@ class Core:
         return Slept(tier, max(before - held, 0), held)
 
     def wake(self, parts: tuple[EnginePart, ...]) -> None:
-        """Get memory back. What was dropped comes back empty, and is valid after a load."""
+        """Restore memory. Dropped parts come back empty and are valid after a load."""
         self._require_usable()
         self._usable = False
-        if self._on_gpu:  # on a CPU the system gives memory back when it is touched
+        if self._on_gpu:  # on a CPU the system returns memory when it is touched
             if "weights" in parts:
                 self._engine.collective_rpc("rlhfless_require_free", args=(self._freed_bytes,))
             self._engine.wake_up(list(parts))
@@ -296,16 +296,15 @@ class Core:
         self._usable = True
 
     def _held_bytes(self) -> int:
-        """On the devices of all workers."""
+        """Return the bytes held on the devices of all workers."""
         return sum(self._engine.collective_rpc("rlhfless_held_bytes"))
 
     def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:
-        [tokens - 1]. Unfinished requests go on meanwhile."""
+        """Return the logprobs of a text; see Engine.logprobs. Unfinished requests continue meanwhile."""
         self._require_usable()
         parameters = SamplingParams(
             max_tokens=1,
-            prompt_logprobs=0,  # of the prompt's own tokens alone
+            prompt_logprobs=0,  # of the prompt's own tokens only
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -319,7 +318,7 @@ class Core:
                 return tuple(probe.prompt_logprobs.logprobs)
 
     def close(self) -> None:
-        """Ends vLLM's own processes, or leaves the process groups, so that their sockets and files go."""
+        """End vLLM's processes, or leave the process groups, so that their sockets and files are removed."""
         self._closing = True
         shutil.rmtree(self._kv_folder, ignore_errors=True)
         if isinstance(self._engine.engine_core, SyncMPClient):
@@ -329,8 +328,8 @@ class Core:
         destroy_distributed_environment()  # type: ignore[no-untyped-call]
 
     def _end_with_core(self) -> None:
-        """Ends this process as soon as vLLM's core has ended: a core that was killed answers no call, and vLLM's
-        synchronous client would wait for it for ever."""
+        """Exit this process once vLLM's core exits: a killed core answers no call, and vLLM's synchronous client
+        would wait forever."""
         manager: Any = cast(SyncMPClient, self._engine.engine_core).resources.engine_manager
         connection.wait([process.sentinel for process in manager.processes])
         if not self._closing:
@@ -369,7 +368,7 @@ class Core:
 
 
 def _speculated(metrics: RequestSpecDecodeMetrics | None) -> dict[str, Any]:
-    """Drafts of a response by their place in a pass, [depth]: `drafted` and `accepted`, of Sampled."""
+    """Return Sampled's `drafted` and `accepted`: drafts of a response by position in a pass, [depth]."""
     if metrics is None:
         return {}
     passes = {"drafted": metrics.per_step_drafted, "accepted": metrics.per_step_accepted}
@@ -378,10 +377,10 @@ def _speculated(metrics: RequestSpecDecodeMetrics | None) -> dict[str, Any]:
 
 
 def _register_model_class(settings: EngineSettings) -> None:
-    """Imports the model's class in this process.
+    """Import the model's class in this process.
 
-    vLLM would start a second Python to inspect it (16 s on one core), because importing might initialise
-    CUDA before workers are forked. Workers of this process are not forked but spawned.
+    vLLM would start a second Python to inspect it (16 s on one core), because importing might initialise CUDA before
+    workers are forked. Our workers are spawned, not forked.
     """
     config = Path(settings.model) / "config.json"
     if not config.is_file():

@@ -1,11 +1,12 @@
-"""Our classes behind vLLM's `custom_class`: they draft suffixes of prompts and responses (`suffixes`).
+"""Drafters for vLLM's `custom_class`, which draft suffixes of prompts and responses (`suffixes`).
 
-`Passes` asks them after each iteration, with the requests of the batch; what these are is in the model runner.
-Responses that have ended stay for their siblings; responses of earlier steps come with a request
-(`SampleRequest.earlier`), from the run's record (rlhfless.orchestrator.prompt_selection). The index is not part of that
-record: the engine's process reads and extends it, and the driver gets tokens when a response ends.
+`DraftingPasses` calls them after each iteration with the requests of the batch, whose state is in the model runner.
+Finished responses are kept for their siblings; responses of earlier steps arrive with a request
+(`SampleRequest.earlier`), from the run's record (rlhfless.orchestrator.prompt_selection). The index is not part of
+that record: the engine's process reads and extends it, and the driver receives tokens only when a response ends.
 
-vLLM's own n-grams are not used on CPUs: they are compiled by numba, whose threads wait for each other on a busy core.
+vLLM's own n-grams are not used on CPUs: they are compiled by numba, whose threads wait for each other on a busy
+core.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from rlhfless.functions.generation.suffixes import Pace, PromptSuffixes
 from rlhfless.functions.generation.vllm.rng_resume import DRAWN, EARLIER, unpacked
 
 MOST_INDEXED_TOKENS = 1 << 20
-"""Of all prompts in a worker, some 150 bytes each; the prompts that were asked for longest ago are forgotten first."""
+"""Tokens indexed per worker over all prompts, at some 150 bytes each; least recently used prompts are dropped first."""
 
 
 @dataclass(slots=True)
 class _Drafting:
-    """One request."""
+    """The drafting state of one request."""
 
     prompt: tuple[int, ...]
     index: Hashable
@@ -44,18 +45,18 @@ class SuffixDrafter:
         self._suffixes: OrderedDict[Hashable, PromptSuffixes] = OrderedDict()
         self._requests: dict[str, _Drafting] = {}
         self.runner: Any = None
-        """The model runner, which vLLM does not give it."""
+        """The model runner, set by `DraftingPasses` because vLLM does not pass it."""
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """vLLM asks for this: there is no model."""
+        """Do nothing: vLLM calls this, but there is no model."""
 
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        """vLLM asks for this, too: the drafts come from `drafts`."""
+        """Return no drafts: vLLM calls this, but drafts come from `drafts`."""
         return [[] for _ in sampled_token_ids]
 
     def drafts(self, ids: list[str], sampled: list[list[int]], limit: int) -> list[list[int]]:
-        """By request, at most `limit` drafts of what comes after the tokens that were just sampled. A request without
-        new tokens is in the middle of its prefill."""
+        """Return at most `limit` drafts per request for the tokens after those just sampled. A request without new
+        tokens is in the middle of its prefill."""
         lengths = self.runner.input_batch.num_tokens_no_spec
         return [
             self._draft(name, min(limit, self._longest - int(lengths[row]) - 1)) if sampled[row] else []
@@ -63,13 +64,13 @@ class SuffixDrafter:
         ]
 
     def saw(self, verified: Iterable[tuple[str, int, int]]) -> None:
-        """The requests that had drafts in a pass, with the numbers of drafts, and of accepted ones."""
+        """Record the requests that had drafts in a pass, as (name, drafts, accepted drafts)."""
         for name, drafted, accepted in verified:
             if name in self._requests:
                 self._requests[name].pace.saw(drafted, accepted)
 
     def end(self, names: Iterable[str]) -> None:
-        """Requests end, and are still in the runner; what they drew stays."""
+        """End requests that are still in the runner; their tokens stay indexed."""
         for name in names:
             if name in self.runner.requests:
                 self._read(name)
@@ -83,7 +84,7 @@ class SuffixDrafter:
         return suffixes.draft(name, depth) if depth else []
 
     def _read(self, name: str) -> tuple[_Drafting, PromptSuffixes]:
-        """The request, and its suffixes with all that it has drawn."""
+        """Return the request and its suffixes, updated with all generated tokens."""
         state = self.runner.requests[name]
         request = self._requests.get(name) or self._begin(name, state)
         suffixes = self._of(request)
@@ -116,19 +117,19 @@ class SuffixDrafter:
 
 
 class NgramDrafter(SuffixDrafter):
-    """Drafts from a response's own prompt and earlier part alone."""
+    """Drafts only from a response's own prompt and earlier part."""
 
     def _index_of(self, name: str, prompt: tuple[int, ...]) -> Hashable:  # noqa: ARG002
         return name
 
     def end(self, names: Iterable[str]) -> None:
-        """Requests end, and what they drew is forgotten."""
+        """End requests and forget their tokens."""
         for name in names:
             self._requests.pop(name, None)
             self._suffixes.pop(name, None)
 
 
 def _after(state: Any, prompt_tokens: int, known: int) -> list[int]:
-    """The tokens of a response but for the first `known`; an earlier engine may have drawn some of them."""
+    """Return the tokens of a response after the first `known`; some may come from an earlier engine."""
     brought = len(state.prompt_token_ids) - prompt_tokens
     return [*state.prompt_token_ids[prompt_tokens + known :], *state.output_token_ids[max(known - brought, 0) :]]

@@ -1,8 +1,8 @@
-"""Linear layers in fp8, whose weights vLLM quantizes as it loads each version: a scale for each output of a layer, and
-one for each token.
+"""Linear layers in fp8: vLLM quantizes the weights of each version during load, with a scale per output of a layer
+and one per token.
 
-The format is registered under a name of ours, because vLLM's own refuses float32, in which engines on CPUs compute.
-Embeddings and the output head are no linear layers of vLLM, and keep the published dtype.
+The format is registered under our own name because vLLM's rejects float32, in which CPU engines compute. Embeddings
+and the output head are not linear layers in vLLM and keep the published dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhfless.weights.samples import Codes
 
 
 class Fp8Config(OnlineQuantizationConfig):
-    """All linear layers and experts in fp8; float32, too, on CPUs."""
+    """All linear layers and experts in fp8; also accepts float32 on CPUs."""
 
     def __init__(self) -> None:
         spec = QuantSpec(weight=kFp8StaticChannelSym)
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def codes_of(layer: torch.nn.Module) -> Codes | None:
-    """The codes of a linear layer's weight; None if it is not quantized."""
+    """Return the codes of a linear layer's weight, or None if it is not quantized."""
     if not isinstance(getattr(layer, "quant_method", None), Fp8PtpcOnlineLinearMethod):
         return None
     _, top = get_fp8_min_max()
@@ -47,7 +47,7 @@ def codes_of(layer: torch.nn.Module) -> Codes | None:
 
 
 def input_format(layer: Any) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype of a linear layer's inputs."""
+    """Return the device and dtype of a linear layer's inputs."""
     if codes_of(layer) is None:
         return layer.weight.device, layer.weight.dtype
     return layer.weight_scale.device, layer.orig_dtype

@@ -1,12 +1,12 @@
-"""A KV connector of vLLM that moves the KV of prefixes between engines by files in a folder that both see.
+"""A KV connector for vLLM that moves the KV of prefixes between engines as files in a folder that both see.
 
-It runs where vLLM does, without any further library: on CPUs the folder is in shared memory. It speaks vLLM's own
-protocol of two requests (`kv_transfer_params`), which NixlConnector speaks on GPUs: a request with `do_remote_decode`
-is prefilled and its output has the parameters under which its KV can be had; a request with these parameters, in which
-`do_remote_prefill` is set, gets it. All other requests are left alone.
+It runs wherever vLLM does, without further libraries: on CPUs the folder is in shared memory. It uses vLLM's
+two-request protocol (`kv_transfer_params`), like NixlConnector on GPUs: a request with `do_remote_decode` is
+prefilled, and its output carries the parameters for fetching its KV; a request with these parameters and
+`do_remote_prefill` fetches it. All other requests are unaffected.
 
-Each engine writes into a folder of its own, and empties it when it loads weights. A file is read once, and removed by
-its reader. Files have a random name, and the parameters carry the cache salt: KV of other weights is not taken.
+Each engine writes to its own folder and empties it when it loads weights. A file is read once and removed by its
+reader. Files have random names, and the parameters carry the cache salt, so KV of other weights is never used.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ FOLDER = "folder"
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Blocks to write to files, or to read from them."""
+    """Blocks to write to files or to read from them."""
 
     name: str
     block_ids: list[int]
     first: int = 0
-    """The first of the file's blocks that is read."""
+    """The file's first block to read."""
 
 
 @dataclass
 class _Jobs(KVConnectorMetadata):
-    """What the workers do in one iteration."""
+    """The workers' tasks in one iteration."""
 
     save: list[_Job] = field(default_factory=list)
     load: list[_Job] = field(default_factory=list)
 
 
 class KvFiles(KVConnectorBase_V1):
-    """One instance is with the scheduler, and one with each worker."""
+    """One instance belongs to the scheduler, and one to each worker."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -68,13 +68,13 @@ class KvFiles(KVConnectorBase_V1):
         self._held: dict[str, list[int]] = {}
         """Blocks of these requests."""
         self._matched: dict[str, tuple[str, int]] = {}
-        """(files, first block) of the requests that get KV."""
+        """(files, first block) of the requests that fetch KV."""
         self._jobs = _Jobs()
         self._missing: set[int] = set()
-        """Blocks whose file was gone, with a worker."""
+        """In a worker: blocks whose file was gone."""
         self._caches: dict[str, torch.Tensor] = {}
 
-    # -- with the scheduler
+    # -- scheduler side
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         offer = request.kv_transfer_params or {}
@@ -112,7 +112,7 @@ class KvFiles(KVConnectorBase_V1):
         return jobs
 
     def _save(self, jobs: _Jobs, request_id: str, computed_tokens: int) -> None:
-        """After this iteration so many tokens are computed: the one with the last whole block writes them all."""
+        """Write all blocks of a request in the iteration that completes its last whole block."""
         name, whole = self._names[request_id]
         if request_id in self._held and computed_tokens >= whole * self._block_tokens:
             jobs.save.append(_Job(name, self._held.pop(request_id)[:whole]))
@@ -125,7 +125,7 @@ class KvFiles(KVConnectorBase_V1):
         tokens = whole * self._block_tokens
         return False, {"do_remote_prefill": True, "name": name, "tokens": tokens, "salt": request.cache_salt}
 
-    # -- with a worker
+    # -- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._caches = kv_caches
@@ -137,7 +137,7 @@ class KvFiles(KVConnectorBase_V1):
             path = self._file(job.name, get_tensor_model_parallel_rank())
             try:
                 held = load_file(path)
-            except FileNotFoundError:  # the engine that wrote it has ended since the scheduler looked
+            except FileNotFoundError:  # the engine that wrote it has exited since the scheduler looked
                 self._missing.update(job.block_ids)
                 continue
             path.unlink(missing_ok=True)  # an offer is taken once
@@ -165,7 +165,7 @@ class KvFiles(KVConnectorBase_V1):
             partial.rename(path)
 
     def _by_block(self, cache: torch.Tensor) -> torch.Tensor:
-        """A layer's cache with its blocks in the first dimension."""
+        """Return a layer's cache with its blocks in the first dimension."""
         dimension = next(number for number, size in enumerate(cache.shape) if size == self._blocks)
         return cache.movedim(dimension, 0)
 

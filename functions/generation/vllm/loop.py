@@ -1,8 +1,8 @@
-"""The engine's process: reads messages between iterations of vLLM, and writes answers.
+"""The engine's process: reads messages between iterations of vLLM and writes answers.
 
-    python -m rlhfless.functions.generation.vllm.loop <file descriptor of the channel>
+    python -m rlhfless.functions.generation.vllm.loop <file descriptor of the channel> <pid of the adapter>
 
-It lives as long as the channel: when the adapter's process is gone, it ends.
+It lives as long as the channel, and exits when the adapter's process is gone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 if TYPE_CHECKING:
     from rlhfless.functions.generation.vllm.core import Core
 
-PROGRESS_INTERVAL_S = 0.2  # fresher than any caller asks for, and too rare to cost anything
+PROGRESS_INTERVAL_S = 0.2  # fresher than any caller needs, and too rare to cost anything
 
 
 def serve(channel: socket.socket, core: Core) -> None:
-    """Runs until told to stop or the channel closes."""
+    """Run until a Stop message arrives or the channel closes."""
     next_progress = 0.0
     while True:
         while not core.busy or processes.is_waiting(channel):
@@ -72,7 +72,8 @@ def _handle(channel: socket.socket, core: Core, message: Submit | EngineCall) ->
 
 
 def _portable(error: Exception) -> Exception:
-    """Our own errors unchanged; other errors as their trace, because unpickling an error of vLLM would import vLLM."""
+    """Return our own errors unchanged and others as their traceback, because unpickling a vLLM error would import
+    vLLM."""
     if isinstance(error, EngineError | WeightCheckFailed | WeightFileError):
         return error
     return EngineError("".join(traceback.format_exception(error)))
@@ -94,7 +95,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 def main() -> None:
     """Start the engine, report that it has started, and serve."""
     processes.die_with(int(sys.argv[2]))
-    # Ctrl-C goes to all processes of a terminal; this one ends when its adapter does.
+    # Ctrl-C reaches all processes of a terminal; this one exits with its adapter.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=int(sys.argv[1]))
     try:
@@ -108,15 +109,15 @@ def main() -> None:
     except BaseException:
         processes.send(channel, Crashed(traceback.format_exc()))
         raise
-    # The interpreter's shutdown would walk a million objects (2 s); nothing of this process is worth keeping.
+    # The interpreter's shutdown would walk a million objects (2 s); nothing in this process is worth keeping.
     os._exit(0)
 
 
 def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:
-    """The engine, and the seconds of each part of its start.
+    """Start the engine and return it with the seconds of each start phase.
 
-    Imports make a million objects that live for ever. The garbage collector would walk them again and again (a third of
-    the start), so it is off until the imports are done, and those objects are frozen.
+    Imports create a million permanent objects. The garbage collector would walk them repeatedly (a third of the
+    start), so it is disabled during the imports, and those objects are frozen.
     """
     started = time.monotonic()
     if settings.device == "cuda":
@@ -135,6 +136,6 @@ def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
-    # vLLM starts its processes by `spawn`, which first imports the main module of the one that starts them: this one.
+    # vLLM spawns its processes, which first import the spawning process's main module: this one.
     processes.die_with_spawner()
     hide_flashinfer()

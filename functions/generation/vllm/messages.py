@@ -1,7 +1,6 @@
 """The messages between the adapter and the engine's process.
 
-Plain frozen dataclasses; nothing of vLLM is imported, so importing this costs callers neither the time nor the memory
-of vLLM.
+Plain frozen dataclasses; nothing of vLLM is imported, so importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from rlhfless.functions.generation.engine import Sampled, SampleRequest
 from rlhfless.spec import Transport
 
 CORE_DIED = 71
-"""Exit code of the engine's process when one that vLLM started has ended; EX_OSERR of sysexits.h."""
+"""Exit code of the engine's process when a process that vLLM started has exited; EX_OSERR of sysexits.h."""
 
 
 # --- worker -> engine process
 
 
 class Consumed(NamedTuple):
-    """What a worker's model consumed since the last start of an update; plain data, which vLLM's messages carry."""
+    """The tensors that a worker's model consumed since the last update started; plain data for vLLM's messages."""
 
     hashes: Mapping[str, bytes]
     """See Digest.hashes."""
     size_bytes: int
     transport: Transport | None
     damage: str | None
-    """What was wrong with the version, if anything was."""
+    """The fault of a damaged version, if any."""
 
 
 # --- adapter -> engine process
@@ -41,7 +40,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """Run a method of `loop.CALLS` and answer with `Returned`."""
+    """Call a method of `loop._CALLS`; answered with `Returned`."""
 
     call_id: int
     method: str
@@ -59,18 +58,18 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Started:
     seconds: dict[str, float]
-    """Duration of each phase of the start, by StartPhase."""
+    """Duration of each start phase, by StartPhase."""
     kv_capacity_tokens: int = 0
-    """Tokens that the KV cache holds; 0 where the engine does not say."""
+    """Capacity of the KV cache in tokens; 0 if the engine does not report it."""
     block_tokens: int = 16
-    """Tokens of a block of the KV cache."""
+    """Tokens per KV cache block."""
     backends: Mapping[str, str] = field(default_factory=dict)
-    """The code that vLLM chose: model runner, attention, sampler."""
+    """The implementations that vLLM chose: model runner, attention, sampler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Responses that ended in one iteration, or that were aborted together."""
+    """Responses that finished in one iteration or were aborted together."""
 
     ended: tuple[Sampled, ...]
 
@@ -95,7 +94,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The last message of a process that cannot go on."""
+    """The last message of a process that cannot continue."""
 
     trace: str
 

@@ -1,24 +1,24 @@
-"""The weights that a worker really computes with, read back from its layers and compared with the learner's.
+"""Read back the weights that a worker actually computes with, and compare them with the learner's.
 
-Where an element of a published tensor ends up is vLLM's business: layers are fused, split over devices and padded. So
-it is found by vLLM's own loaders (`index_tensors`): once per engine they load tensors whose sampled elements are codes
-that name the element, into a scratch parameter, in which the codes are looked up. No table of layer names is needed.
+vLLM decides where an element of a published tensor ends up: layers are fused, split over devices and padded. vLLM's
+own loaders therefore locate it (`index_tensors`): once per engine they load tensors whose sampled elements are codes
+that name the element into a scratch parameter, in which the codes are looked up. No table of layer names is needed.
 
 A matrix is read back through the layer's own product with one-hot vectors (`apply` of its quantisation method): one
-times a weight plus zeros is that weight, exactly, in every dtype. That is what the layer computes with, also where it
-computes with a packed copy (CPU) or where a tied head shares the embedding's weight. Other parameters, such as norms
-and biases, are read where they lie.
+times a weight plus zeros is exactly that weight, in every dtype. This is the value that the layer computes with,
+even if it uses a packed copy (CPU) or a tied head shares the embedding's weight. Other parameters, such as norms and
+biases, are read in place.
 
-vLLM loads fused experts one at a time into a parameter of all experts. Two of its kernels compute with the parameter as
-it was loaded, and one with both halves of `w13` (the gate's and the up projection's) in the other order. Others pack or
-shuffle it, and CPUs do: these are not read back.
+vLLM loads fused experts one at a time into a parameter of all experts. Two of its kernels compute with the parameter
+as loaded, and one with the two halves of `w13` (gate and up projection) swapped. Others, including CPUs, pack or
+shuffle it; these are not read back.
 
-A quantised layer multiplies the one of a one-hot vector exactly, too: its output is a code times its scale. What they
-must be follows from the learner's value and the largest magnitude of its row (rlhfless.weights.samples).
+A quantised layer also multiplies a one-hot vector exactly: its output is a code times its scale. The expected values
+follow from the learner's value and the largest magnitude of its row (rlhfless.weights.samples).
 
-Not read back: quantised experts, experts whose kernel wants them in an order of its own, tensors that a model changes
-while it loads them, and all tensors of a model whose loaders cannot take the codes, which are integers. They are
-counted, and the probe alone covers them.
+Not read back: quantised experts, experts whose kernel reorders them, tensors that a model changes while loading, and
+all tensors of a model whose loaders reject the codes, which are integers. They are counted, and only the probe
+covers them.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ log = logging.getLogger(__name__)
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 _CODE_SPACING, _CODE_START = 7, 3
-"""Codes are 3, 10, 17, ...: if a loader adds a small number to what it loads, the result is no code, and not the code
+"""Codes are 3, 10, 17, ...: if a loader adds a small number to its input, the result is not a code, let alone that
 of another element."""
 
 _UNSAMPLED = -1
 
 _BYTES_AN_ELEMENT = 16
-"""For a coded tensor, its scratch parameter (four bytes each) and what the comparison makes, with a margin."""
+"""Bytes per element of a coded tensor, its scratch parameter (four bytes each) and the comparison's temporaries,
+with a margin."""
 
 _ROUNDS_TO_ZERO = 1e-37
 """Kernels may flush subnormal numbers to zero."""
@@ -67,20 +68,20 @@ _EVERYWHERE, _NOWHERE = slice(None), slice(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The sampled elements in one parameter of this worker, from one published tensor or from several fused ones."""
+    """The sampled elements in one parameter of this worker, from one published tensor or several fused ones."""
 
     layer: Any
     parameter: str
     shape: torch.Size
-    """The shape in which the parameter is loaded."""
+    """The parameter's shape while loading."""
     parts: tuple[tuple[str, torch.Tensor], ...]
     """By tensor: the numbers of its sampled elements held here, `[held of the tensor]`."""
     indices: torch.Tensor
-    """`[held]`: the positions of the elements in the flattened parameter, part by part."""
+    """`[held]`: positions of the elements in the flattened parameter, part by part."""
     columns: torch.Tensor
-    """`[columns]`: the columns of the parameter, as a matrix, with at least one of the elements."""
+    """`[columns]`: columns of the parameter, as a matrix, that contain an element."""
     column: torch.Tensor
-    """`[held]`: for each element, the index into `columns` of its column."""
+    """`[held]`: the index into `columns` of each element's column."""
 
     @classmethod
     def of(cls, layer: Any, parameter: str, shape: torch.Size, parts: Sequence[_Part]) -> _Held:
@@ -102,15 +103,13 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Where a worker holds the sampled elements of the published tensors."""
+    """The locations of the published tensors' sampled elements in a worker."""
 
     held: tuple[_Held, ...]
 
     def compare(self, model: torch.nn.Module, samples: Mapping[str, WeightSample]) -> dict[str, tuple[int, int]]:
-        """For each tensor that can be read back: elements compared, and how many of them differ from the learner's.
-
-        `samples` is `Probe.samples`.
-        """
+        """Compare `samples` (`Probe.samples`) with the layers; return (elements compared, elements that differ) by
+        tensor."""
         compared: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         users = _users(model)
         for held in self.held:
@@ -135,11 +134,12 @@ def index_tensors(
     tokens: Collection[int],
     device: torch.device,
 ) -> TensorIndex:
-    """Find where the sampled elements of the tensors of `layout` (name to shape) go. Call it after vLLM's
-    `initialize_layerwise_reload`, when all parameters have the shapes that are loaded; nothing is changed. If the
-    model's loaders fail on the codes, nothing is found, with a warning. Each element of a tensor that can be read back
-    is written once and each element of its parameter compared once, for each tensor that is fused into it; on `device`,
-    the worker's, while it has room."""
+    """Locate the sampled elements of the tensors of `layout` (name to shape) in the model, without changing it.
+
+    Call this after vLLM's `initialize_layerwise_reload`, when all parameters have their loading shapes. If the
+    model's loaders fail on the codes, nothing is found, with a warning. Each readable element is written once, and
+    each element of its parameter compared once per tensor fused into it; on the worker's `device` while it has room.
+    """
     recorder = _Recorder(list(layout), device)
     shapes = [(name, torch.Size(shape)) for name, shape in layout.items()]
     coded = (
@@ -149,7 +149,7 @@ def index_tensors(
     try:
         with recorder.recording(model):
             load_weights(coded)
-    except Exception as error:  # loaders are code of the model's author; the probe checks what they really load
+    except Exception as error:  # loaders are the model author's code; the probe checks what they really load
         log.warning("no weights can be read back from %s, whose loaders fail: %r", type(model).__name__, error)
         recorder.found.clear()
     held = tuple(_Held.of(layer, name, shape, parts) for (layer, name), (shape, parts) in recorder.found.items())
@@ -157,7 +157,7 @@ def index_tensors(
 
 
 def _coded(number: int, elements: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """A tensor whose sampled elements are codes for (tensor, element)."""
+    """Return a tensor whose sampled elements are codes for (tensor, element)."""
     codes = number * SAMPLED_ELEMENTS + torch.arange(len(elements), dtype=torch.int32, device=device)
     coded = torch.full((shape.numel(),), _UNSAMPLED, dtype=torch.int32, device=device)
     coded[elements.to(device)] = codes * _CODE_SPACING + _CODE_START
@@ -165,27 +165,27 @@ def _coded(number: int, elements: torch.Tensor, shape: torch.Size, device: torch
 
 
 def _place(shape: torch.Size, device: torch.device) -> torch.device:
-    """The worker's device if it has room for a coded tensor of `shape` and what it is looked up with, otherwise the
-    CPU: an engine has given most of a GPU's memory to its KV cache."""
+    """Return the worker's device if it has room for a coded tensor of `shape` and its lookup, else the CPU: most of
+    an engine's GPU memory belongs to its KV cache."""
     if device.type == "cpu" or torch.accelerator.get_memory_info(device)[0] > _BYTES_AN_ELEMENT * shape.numel():
         return device
     return torch.device("cpu")
 
 
 class _Recorder:
-    """Makes the loaders of all parameters fill a scratch parameter instead, and looks up the codes in it."""
+    """Redirects the loaders of all parameters to a scratch parameter and looks up the codes in it."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = names
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.int32)
-        """One for all scratch parameters. Between two loads it holds no code, so it is never cleared as a whole."""
+        """Shared by all scratch parameters. It holds no codes between loads, so it is never cleared as a whole."""
         self.found: dict[tuple[torch.nn.Module, str], tuple[torch.Size, list[_Part]]] = {}
-        """By layer and parameter: its shape as it is loaded, and what it holds."""
+        """By layer and parameter: its loading shape and the elements that it holds."""
 
     @contextmanager
     def recording(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within the block no load reaches the model."""
+        """Prevent loads from reaching the model within the block."""
         users = _users(model)
         replaced = [
             (tensor, getattr(tensor, "weight_loader", None), self._loader(layer, name, tensor, users))
@@ -206,7 +206,7 @@ class _Recorder:
         original = _get_original_loader(parameter)  # type: ignore[no-untyped-call]
 
         def pass_over(*_: Any, **__: Any) -> object:
-            return True  # as loaders of experts, which are asked whether they took the tensor, answer
+            return True  # expert loaders return whether they took the tensor
 
         def load(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> object:  # noqa: ARG001
             scratch = self._scratch(parameter.shape)
@@ -224,12 +224,12 @@ class _Recorder:
     def _scratch(self, shape: torch.Size) -> torch.Tensor:
         place, count = _place(shape, self._device), shape.numel()
         if self._buffer.device != place or len(self._buffer) < count:
-            self._buffer = torch.empty(0, dtype=torch.int32)  # before another one is made
+            self._buffer = torch.empty(0, dtype=torch.int32)  # free the old buffer first
             self._buffer = torch.full((count,), _UNSAMPLED, dtype=torch.int32, device=place)
         return self._buffer[:count].view(shape)
 
     def _looked_up(self, scratch: torch.Tensor, begin: int) -> Iterator[_Part]:
-        """`scratch` is what was loaded into, from element `begin` of the parameter."""
+        """Yield the elements found in `scratch`, which was loaded from element `begin` of the parameter on."""
         indices = (scratch >= _CODE_START).nonzero()[:, 0]
         codes = scratch[indices] - _CODE_START
         scratch[indices] = _UNSAMPLED
@@ -249,7 +249,7 @@ def _set_loader(tensor: Any, loader: Callable[..., object] | None) -> None:
 
 
 def _users(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
-    """For each parameter the layers that have it as `weight`; several where embedding and head are tied."""
+    """Map each parameter's ID to the layers that have it as `weight`; several if embedding and head are tied."""
     users: defaultdict[int, list[torch.nn.Module]] = defaultdict(list)
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
@@ -261,13 +261,13 @@ def _users(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
 def _can_be_read(
     layer: torch.nn.Module, name: str, parameter: torch.Tensor, users: Mapping[int, list[torch.nn.Module]]
 ) -> bool:
-    """Whether `_read` can give values of a parameter: not of quantised experts."""
+    """Return whether `_read` can return a parameter's values; not for quantised experts."""
     through = name == "weight" and any(_has_product(user) for user in users.get(id(parameter), (layer,)))
     return through or _lies_open(layer, name)
 
 
 def _lies_open(layer: torch.nn.Module, name: str) -> bool:
-    """Whether a layer computes with a parameter as it lies there."""
+    """Return whether a layer computes with a parameter as stored."""
     method = getattr(layer, "quant_method", None)
     if method is None or name == "bias" or isinstance(method, UnquantizedEmbeddingMethod):
         return True
@@ -280,7 +280,7 @@ def _has_product(layer: torch.nn.Module) -> bool:
 
 
 def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[torch.Tensor]:
-    """The values `[held]`, once for each way in which the worker computes with them; none if they cannot be read."""
+    """Yield the values `[held]`, once for each way the worker computes with them; none if they cannot be read."""
     parameter = getattr(held.layer, held.parameter, None)
     if held.parameter == "weight" and len(held.shape) == 2:
         for layer in users.get(id(parameter), [held.layer]):
@@ -293,7 +293,7 @@ def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[t
 
 @torch.no_grad()
 def _through_product(layer: Any, held: _Held) -> torch.Tensor:
-    """The layer's outputs for one-hot vectors; each is a column of its matrix."""
+    """Return the layer's outputs for one-hot vectors; each is a column of its matrix."""
     width = held.shape[-1]
     one_hot = torch.nn.functional.one_hot(held.columns, width).to(*input_format(layer))
     answers: torch.Tensor = layer.quant_method.apply(layer, one_hot)
@@ -301,15 +301,14 @@ def _through_product(layer: Any, held: _Held) -> torch.Tensor:
 
 
 def _experts_lie_open(method: object) -> bool:
-    """Whether the kernel of a layer's method computes with values that lie in the parameters."""
+    """Return whether the method's kernel computes with values stored in the parameters."""
     return isinstance(method, UnquantizedFusedMoEMethod) and (
         method.unquantized_backend in _AS_LOADED or method.unquantized_backend is _HALVES_SWAPPED
     )
 
 
 def _in_kernel_order(layer: Any, name: str, shape: torch.Size, indices: torch.Tensor) -> torch.Tensor:
-    """From positions `[elements]` in the flattened parameter as it was loaded, of `shape`, to the positions of the same
-    values as the kernel has them."""
+    """Map positions `[elements]` in the flattened parameter as loaded, of `shape`, to the kernel's positions."""
     method = getattr(layer, "quant_method", None)
     if not isinstance(method, UnquantizedFusedMoEMethod) or method.unquantized_backend is not _HALVES_SWAPPED:
         return indices
@@ -322,19 +321,19 @@ def _in_kernel_order(layer: Any, name: str, shape: torch.Size, indices: torch.Te
 def _written(
     layer: Any, shape: torch.Size, loaded: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> slice:
-    """The part of the flattened parameter, of `shape`, into which a loader that was called with these arguments has
-    loaded: one expert's, if it is one of a layer of experts."""
+    """Return the part of the flattened parameter, of `shape`, that a loader call with these arguments wrote: a
+    single expert's in a layer of experts."""
     if not isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod) or loaded.dim() == len(shape):
         return _EVERYWHERE
-    number = kwargs["expert_id"] if "expert_id" in kwargs else args[2]  # after the tensor's name and the shard's
+    number = kwargs["expert_id"] if "expert_id" in kwargs else args[2]  # follows the tensor's and the shard's name
     local = layer._map_global_expert_id_to_local_expert_id(number)
     size = math.prod(shape[1:])
     return _NOWHERE if local < 0 else slice(local * size, (local + 1) * size)
 
 
 def repack_experts(model: torch.nn.Module) -> None:
-    """Give CPU kernels their packed experts again. vLLM packs them after the first load alone, and after a reload would
-    take plain values for packed ones."""
+    """Repack the experts for CPU kernels. vLLM packs them only after the first load, and after a reload would treat
+    plain values as packed."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if (

@@ -1,10 +1,10 @@
-"""Random generators of requests: where they start, and how they go back.
+"""Position the random generators of requests: where they start and how they rewind.
 
-A request's generator starts at its seed. If the request's prompt ends with response tokens, the generator must continue
-as if it had drawn them itself; otherwise the random numbers of the first tokens would be used again for the rest.
+A request's generator starts at its seed. If the prompt ends with response tokens, the generator must resume as if it
+had generated them itself; otherwise the random numbers of the first tokens would be reused for the rest.
 
-A prefill that takes several iterations draws a token in each, which vLLM throws away; it then sets the generator back
-by an offset that generators of CPUs do not have, and the engine would end with an error.
+A prefill that takes several iterations samples a token in each, which vLLM discards; it then rewinds the generator
+by an offset that CPU generators lack, and the engine would fail.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 DRAWN = "rlhfless_drawn"
-"""Key in `SamplingParams.extra_args`: (how many tokens at the prompt's end were drawn with the request's seed, size of
-the vocabulary)."""
+"""Key in `SamplingParams.extra_args`: (number of tokens at the prompt's end generated with the request's seed, size
+of the vocabulary)."""
 
 EARLIER = "rlhfless_earlier"
 """Key in `SamplingParams.extra_args`: SampleRequest.earlier, each `packed`."""
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """The tokens of a response as bytes: vLLM copies a request's parameters number by number, and bytes at once."""
+    """Pack tokens into bytes: vLLM copies a request's parameters number by number, but bytes at once."""
     return array("i", tokens).tobytes()
 
 
 def unpacked(tokens: bytes) -> list[int]:
-    """What `packed` was given."""
+    """Unpack the bytes of `packed`."""
     return array("i", tokens).tolist()
 
 
 def advance(generator: torch.Generator, drawn_tokens: int, vocabulary_tokens: int) -> None:
-    """Take from the generator what vLLM's sampler takes for `drawn_tokens` tokens.
+    """Advance the generator past what vLLM's sampler consumes for `drawn_tokens` tokens.
 
     On CPU that is one integer per token, the seed of the token's noise; elsewhere one exponential per entry of the
-    vocabulary (vllm/v1/sample/ops/topk_topp_sampler.py), call by call, because a CUDA generator moves by calls.
+    vocabulary (vllm/v1/sample/ops/topk_topp_sampler.py), call by call, because a CUDA generator advances by calls.
     """
     if current_platform.is_cpu():
         torch.randint(0, 2**31, (drawn_tokens,), generator=generator, dtype=torch.long)
@@ -53,7 +53,7 @@ def advance(generator: torch.Generator, drawn_tokens: int, vocabulary_tokens: in
 
 
 class RewindingGenerator(torch.Generator):
-    """A generator on a CPU. Setting its offset puts it behind the tokens that its request has."""
+    """A CPU generator; setting its offset moves it past the tokens that its request has."""
 
     def __new__(cls, state: CachedRequestState) -> RewindingGenerator:  # noqa: ARG004 (of __init__)
         return super().__new__(cls, device="cpu")  # type: ignore[call-arg]
@@ -79,7 +79,7 @@ class RewindingGenerator(torch.Generator):
 
 @dataclass
 class ContinuedRequestState(CachedRequestState):
-    """vLLM's state of a request in a worker, made when the request is first scheduled."""
+    """vLLM's state of a request in a worker, created when the request is first scheduled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]
@@ -93,9 +93,9 @@ class ContinuedRequestState(CachedRequestState):
 
 
 def install() -> None:
-    """Make the model runner of this worker use ContinuedRequestState. Idempotent.
+    """Make this worker's model runner use ContinuedRequestState. Idempotent.
 
-    vLLM's newer runner for GPUs (vllm/v1/worker/gpu) needs nothing: its noise follows from seed and position.
+    vLLM's newer GPU runner (vllm/v1/worker/gpu) needs nothing: its noise follows from seed and position.
     """
     runner: Any = gpu_model_runner
     runner.CachedRequestState = ContinuedRequestState

@@ -1,15 +1,16 @@
-"""vLLM's schedulers, which send tokens and logprobs to the front end every `EVERY` iterations instead of in each.
+"""vLLM's schedulers, modified to send tokens and logprobs to the front end every `EVERY` iterations.
 
-A sample is returned whole, so nothing is lost by waiting. vLLM makes three numpy arrays for each request and iteration
-out of the logprobs, encodes them, decodes them in the front end and walks them there: ten times the cost of the token.
-Here the logprobs of an iteration become one list, requests keep theirs in the core,
-and each message to the front end has one array.
+A sample is returned whole, so delaying loses nothing. By default vLLM turns the logprobs of each request and
+iteration into three numpy arrays, encodes them, decodes them in the front end and walks them there: ten times the
+cost of the token. Here the logprobs of an iteration become one list, requests keep theirs in the core, and each
+message to the front end has one array.
 
-Everything kept is sent when a request ends or is aborted, and before a pause for a weight load is complete, so tokens
-never cross a change of version. Requests with stop texts send each token: the front end looks for the texts. An
-iteration that sends nothing else still sends an empty message, so the front end can take requests meanwhile.
+Everything kept is sent when a request ends or is aborted, and before a pause for a weight load completes, so tokens
+never cross a change of version. Requests with stop texts send each token, because the front end searches for the
+texts. An iteration that sends nothing else still sends an empty message, so the front end can accept requests
+meanwhile.
 
-vLLM imports this module in the process of its core.
+vLLM imports this module in its core's process.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ EVERY = 16
 """Iterations between two messages of a request."""
 
 _UNUSED = np.empty(0, np.int32)
-"""In place of token ids and ranks, which the front end has or does not use."""
+"""Placeholder for token IDs and ranks, which the front end already has or does not use."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What a request has generated since its last message."""
+    """Output of a request since its last message."""
 
     client: int
     every: int
     age: int
-    """Iterations since the last message. Its first value differs from request to request, so that requests that start
+    """Iterations since the last message. The initial value differs between requests, so that requests that start
     together are not all sent in the same iteration."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prefill_stats: PrefillStats | None = None
 
     def moved_to(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Put all of it into `output`, and keep nothing."""
+        """Move everything kept into `output`."""
         output.new_token_ids, self.token_ids = self.token_ids, []
         if self.logprobs:
             values = np.array(self.logprobs, np.float32).reshape(-1, 1)
@@ -62,14 +63,14 @@ class _Kept:
 
 
 class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Mixed into both of vLLM's schedulers."""
+    """Mixin for both of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kept: dict[str, _Kept] = {}
-        """By id, of unfinished requests whose logprobs are asked for."""
+        """By ID, for unfinished requests that ask for logprobs."""
         self._aborted: list[tuple[int, EngineCoreOutput]] = []
-        """The last outputs of aborted requests, by client, until they are sent."""
+        """Unsent last outputs of aborted requests, with their client."""
         self._requests_seen = 0
 
     def add_request(self, request: Request) -> None:
@@ -90,7 +91,7 @@ class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return finished
 
     def has_finished_requests(self) -> bool:
-        # The core makes another iteration while this is true. A pause for a weight load is complete only after the last
+        # The core runs another iteration while this is true. A pause for a weight load completes only after the last
         # iteration, and so after everything kept was sent with the version that generated it.
         pausing = self.pause_state is PauseState.PAUSED_ALL
         unsent = pausing and any(kept.token_ids for kept in self._kept.values())
@@ -118,7 +119,7 @@ class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def _is_due(
         self, output: EngineCoreOutput, sampled: list[float], starts: list[int] | None, rows: dict[str, int]
     ) -> bool:
-        """Keep what the output has, or put what is kept into it and return True."""
+        """Keep the output, or move everything kept into it and return True."""
         kept = self._kept.get(output.request_id)
         if kept is None:
             return True
@@ -138,20 +139,20 @@ class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
 
 def scheduler_class(config: SchedulerConfig) -> str:
-    """Import path of the class that fits vLLM's own choice."""
+    """Return the import path of the class that matches vLLM's own choice."""
     return f"{__name__}.{'AsyncKeepingScheduler' if config.async_scheduling else 'KeepingScheduler'}"
 
 
 class KeepingScheduler(_Keeping, Scheduler):
-    """Of an engine that schedules an iteration when the one before has ended."""
+    """For engines that schedule an iteration when the previous one has ended."""
 
 
 class AsyncKeepingScheduler(_Keeping, AsyncScheduler):
-    """Of an engine that schedules an iteration while the one before runs."""
+    """For engines that schedule an iteration while the previous one runs."""
 
 
 class SampledLogprobs(LogprobsProcessor):
-    """The front end's side: `logprobs` is a plain list [response] of the sampled tokens' logprobs."""
+    """Front-end counterpart: `logprobs` is a plain list [response] of the sampled tokens' logprobs."""
 
     def __init__(self) -> None:
         super().__init__(None, [], None, None, 0, None)

@@ -1,9 +1,8 @@
-"""The sleep of a vLLM worker on CPUs, which vLLM has for GPUs alone: there it only logs that it is asked.
+"""Sleep mode for vLLM workers on CPUs; vLLM supports it only on GPUs, and otherwise just logs the request.
 
-The same two parts as vLLM's own: the KV cache goes in each tier, the weights when they are dropped. A load fills the
-tensors that layers compute with. Linear layers compute with packed
-copies that live in closures (`cpu_linear`); vLLM's reload makes them again. Buffers, such as
-tables of rotary embeddings, are in no version, and stay.
+The parts match vLLM's: the KV cache is released in every tier, the weights when they are dropped. A load fills the
+tensors that layers compute with. Linear layers compute with packed copies inside closures (`cpu_linear`), which
+vLLM's reload recreates. Buffers, such as tables of rotary embeddings, are in no version and stay.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ PACKED = "cpu_linear"
 
 
 class SleepingWorker:
-    """Mixed into vLLM's worker, for `collective_rpc`."""
+    """Mixin for vLLM's worker, called through `collective_rpc`."""
 
     def rlhfless_held_bytes(self) -> int:
-        """See held_bytes."""
         return held_bytes(torch.device("cpu") if current_platform.is_cpu() else self.device)  # type: ignore[attr-defined]
 
     def rlhfless_require_free(self, size_bytes: int) -> None:
-        """Raises MemoryError if the worker's GPU has less than that free: another function still holds it."""
+        """Raise MemoryError if the worker's GPU has less free memory: another function still holds it."""
         require_free(self.device, size_bytes)  # type: ignore[attr-defined]
 
     def rlhfless_release_host_memory(self) -> None:
-        """Unpin the host memory in which weights slept: torch would keep it for the life of the process."""
+        """Unpin the host memory of sleeping weights, which torch would keep for the process's lifetime."""
         torch._C._host_emptyCache()
 
     def rlhfless_sleep(self, drop: bool) -> None:
-        """Give up the memory of the KV cache, and if `drop` of the weights. It comes back as zeros when it is touched:
-        there is nothing to wake."""
+        """Release the memory of the KV cache and, with `drop`, of the weights. It comes back as zeros when touched,
+        so there is nothing to wake."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         empty(storages_of(_tensors(runner.kv_caches)))
         if drop:
@@ -48,6 +46,6 @@ class SleepingWorker:
 
 
 def _tensors(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors of all layers; a layer may have several."""
+    """Yield the tensors of all layers; a layer may have several."""
     for cache in caches:
         yield from cache if isinstance(cache, list | tuple) else (cache,)

@@ -1,16 +1,16 @@
-"""The passes of a model runner that can speculate: how deep each drafts, what it costs, and what comes of it.
+"""The passes of a speculating model runner: how deep each drafts, its cost, and its outcome.
 
-A pass that has nothing to verify takes the runner's plain path, as in an engine that does not speculate: vLLM would
-prepare and verify no drafts, which takes a third of a small model's pass. So on CPUs being able to speculate costs
-nothing while nothing is drafted. On GPUs it always costs asynchronous scheduling and a kernel of noise per sequence,
-because this is vLLM's older runner there; a run with many sequences per actor is refused (`planning.resolve`).
-Models with recurrent layers are left out: their states need to know of drafts that are not
-there.
+A pass without drafts to verify takes the runner's plain path, as in an engine that does not speculate; vLLM would
+otherwise prepare and verify zero drafts, which takes a third of a small model's pass. On CPUs, speculation therefore
+costs nothing while nothing is drafted. On GPUs it always costs asynchronous scheduling and a noise kernel per
+sequence, because it uses vLLM's older runner there; a run with many sequences per actor is refused
+(`planning.resolve`). Models with recurrent layers never take the plain path: their states must account for missing
+drafts.
 
-Our drafter is asked once a pass is over, and not by vLLM. A draft model is asked by vLLM, for as many drafts as are to
-be verified next; for none it still reads what was drawn.
+Our drafter is called after a pass, and not by vLLM. vLLM calls a draft model, for as many drafts as the next pass
+verifies; even for zero drafts it reads the generated tokens.
 
-Not for vLLM's newer runner, nor with asynchronous scheduling: there the scheduler knows the depth, and not the worker.
+Not for vLLM's newer runner or asynchronous scheduling: there the scheduler knows the depth, and the worker does not.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from rlhfless.functions.generation.draft_depth import DraftDepth
 from rlhfless.functions.generation.vllm.drafter import SuffixDrafter
 
 _Verified: TypeAlias = list[tuple[str, int, int]]
-"""The requests of a pass that had drafts, with the numbers of drafts, and of accepted ones."""
+"""Requests that had drafts in a pass, as (name, drafts, accepted drafts)."""
 
 
 class DraftingPasses:
-    """Stands between a worker and its model runner."""
+    """Wraps a worker's model runner."""
 
     def __init__(self, runner: Any, *, measured: bool) -> None:
-        """`measured`: drafts are as deep as measurements say, instead of as deep as they may be."""
+        """`measured`: choose the draft depth from measurements instead of always using the maximum."""
         self._runner = runner
         self._drafter: SuffixDrafter | None = runner.drafter if isinstance(runner.drafter, SuffixDrafter) else None
         self._config = runner.speculative_config
         self._limit: int = self._config.num_speculative_tokens
         self._depth = DraftDepth(self._limit) if measured else None
         self._before: tuple[list[str], int, float] = [], 0, 0.0
-        """Of the pass before: its requests, how deep it drafted, and when it ended."""
+        """Previous pass: its requests, draft depth, and end time."""
         self._rests, self._width = 0, 0
-        """How many passes more are left alone, and the number of bits of how many requests."""
+        """Passes to leave unobserved, and the bit length of the batch size for which this holds."""
         self._can_be_plain = self._drafter is not None and not runner.model_config.is_hybrid
         self._scheduled: Any = None
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
@@ -51,12 +51,12 @@ class DraftingPasses:
         self._began_s = self._draft_s = self._verify_s = 0.0
 
     def times(self) -> tuple[float, float]:
-        """Seconds of drafting, and of passes that verified drafts, since the last call."""
+        """Return the seconds of drafting and of passes that verified drafts, since the last call."""
         times, self._draft_s, self._verify_s = (self._draft_s, self._verify_s), 0.0, 0.0
         return times
 
     def execute_model(self, scheduled: Any, *rest: Any) -> Any:
-        """In place of the runner's: the first half of a pass."""
+        """Replace the runner's first half of a pass."""
         self._scheduled = scheduled
         if self._drafter is None:
             scheduled.num_spec_tokens_to_schedule = self._limit
@@ -70,7 +70,7 @@ class DraftingPasses:
         return self._execute(scheduled, *rest)
 
     def sample_tokens(self, *arguments: Any) -> Any:
-        """In place of the runner's: the second half of a pass, and drafts for the next."""
+        """Replace the runner's second half of a pass, which also drafts for the next pass."""
         drafting_s = -self._draft_s
         output = self._sample(*arguments)
         drafting_s += self._draft_s
@@ -93,15 +93,15 @@ class DraftingPasses:
         return output
 
     def propose_draft_token_ids(self, *arguments: Any) -> Any:
-        """In place of the runner's, which asks a draft model in the second half of a pass."""
+        """Replace the runner's method, which calls a draft model in the second half of a pass."""
         began_s = time.perf_counter()
         drafts = self._propose(*arguments)
         self._draft_s += time.perf_counter() - began_s
         return drafts
 
     def _measure(self, depth: DraftDepth, ids: list[str], whole: bool, verified: _Verified) -> None:
-        """Only passes over the same requests as the one before are measured, and as deep: the engine was not idle in
-        between, and computed no prompt."""
+        """Measure the pass if it has the same requests and depth as the previous one: the engine was then not idle
+        in between and computed no prompt."""
         limit, now_s = self._limit, time.perf_counter()
         before, before_limit, began_s = self._before
         self._before = ids, limit, now_s

@@ -1,8 +1,7 @@
-"""The seconds of the parts of a worker's start, as vLLM itself reports them.
+"""Collect the seconds of a worker's start phases, as reported by vLLM.
 
-vLLM keeps the time of compilation in its configuration, and says in its log how long reading the weights and capturing
-graphs took. What it does not do, such as graphs on CPUs, or does not say, where the user has silenced its log, is
-absent.
+vLLM stores the compilation time in its configuration and logs how long reading the weights and capturing graphs
+took. Phases that vLLM does not have (graphs on CPUs) or does not report (a silenced log) are absent.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from typing import Any
 from rlhfless.records import StartPhase
 
 _SAID = {"Loading weights took": StartPhase.WEIGHTS_CACHE, "Graph capturing finished": StartPhase.GRAPHS}
-"""How the log's lines begin whose first argument is a time in seconds."""
+"""Prefixes of log messages whose first argument is a time in seconds."""
 
 FROM_DISK = 0.5
-"""Weights count as read from disk if at least this share of their bytes came from there, not from the page cache."""
+"""Weights count as read from disk if at least this share of their bytes was, rather than from the page cache."""
 
 WorkerStart = tuple[dict[str, float], int]
-"""The seconds of a worker's phases, and the bytes that its process read from disk until its weights were loaded."""
+"""Seconds of a worker's phases, and the bytes that its process read from disk until its weights were loaded."""
 
 
 @dataclass
 class _Heard(logging.Handler):
-    """Collects what the log says of a start."""
+    """Collects start times from the log."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     disk_bytes: int = 0
@@ -46,7 +45,7 @@ class _Heard(logging.Handler):
 
 
 def _disk_bytes() -> int:
-    """Bytes that this process has read from disk; 0 where the kernel does not say."""
+    """Return the bytes that this process has read from disk; 0 if the kernel does not report them."""
     try:
         lines = Path("/proc/self/io").read_text("ascii").splitlines()
     except OSError:
@@ -58,12 +57,12 @@ _heard = _Heard()
 
 
 def listen() -> None:
-    """Hear vLLM's log in this process from now on. Idempotent."""
+    """Collect vLLM's log in this process from now on. Idempotent."""
     logging.getLogger("vllm").addHandler(_heard)
 
 
 def of_worker(vllm_config: Any) -> WorkerStart:
-    """What this process has heard, and the time of compilation."""
+    """Return the collected times of this process, with the compilation time."""
     compilation = vllm_config.compilation_config
     compile_s = float(compilation.compilation_time + compilation.encoder_compilation_time)
     compiled = {str(StartPhase.COMPILE): compile_s} if compile_s else {}
@@ -71,7 +70,7 @@ def of_worker(vllm_config: Any) -> WorkerStart:
 
 
 def phases(build_s: float, workers: Iterable[WorkerStart], weights_bytes: int) -> dict[str, float]:
-    """The parts of an engine's `build_s`, from its workers, which start at the same time, and the rest of it."""
+    """Split an engine's `build_s` into the phases of its workers, which start concurrently, and the remainder."""
     slowest: dict[str, float] = {}
     disk_bytes = 0
     for seconds, read_bytes in workers:
@@ -83,12 +82,12 @@ def phases(build_s: float, workers: Iterable[WorkerStart], weights_bytes: int) -
 
 
 def _sourced(seconds: Mapping[str, float], disk_bytes: int, weights_bytes: int) -> dict[str, float]:
-    """With the name of the place where the weights came from."""
+    """Name the weights phase after the source of the weights."""
     from_disk = weights_bytes > 0 and disk_bytes >= FROM_DISK * weights_bytes
     name = {StartPhase.WEIGHTS_CACHE: StartPhase.WEIGHTS_DISK} if from_disk else {}
     return {str(name.get(StartPhase(phase), phase)): phase_s for phase, phase_s in seconds.items()}
 
 
 def weights_bytes(model: str) -> int:
-    """Bytes of the weights in a model's folder; 0 for what is no folder, such as a name of the hub."""
+    """Return the bytes of the weights in a model's folder; 0 if it is not a folder, such as a hub name."""
     return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0

