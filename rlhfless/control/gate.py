@@ -69,7 +69,7 @@ class Gate:
             self._streams -= is_stream
 
     async def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        """Raises ApiError."""
+        """Check a request's origin, URL, size and rate. Raises ApiError."""
         if self._open_to_all() and not scope["path"].startswith(FREE):
             self._check_origin(scope["server"][1] if scope.get("server") else None, headers)
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:

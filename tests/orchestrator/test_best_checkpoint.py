@@ -1,4 +1,4 @@
-"""Which checkpoints are saved for their held-out metric, and which is the best."""
+"""Selection of the checkpoints to save for their held-out metric, and of the best checkpoint."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Dynamic sampling: which prompts a step generates again, what it learns from, and that a repeated step does the
-same."""
+"""Dynamic sampling: the prompts that a step redraws, the groups it learns from, and the repetition of a step."""
 
 from __future__ import annotations
 

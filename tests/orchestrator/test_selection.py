@@ -1,4 +1,4 @@
-"""Which groups steps start and learn from: each started group is used once, whatever its length, and none late."""
+"""Group selection: each started group is learned from once, whatever its length, and none late."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ NICE = 10
 
 os.nice(NICE)
 # Jobs leave the other cores to runs, and each thread of these libraries would count towards a job's memory. Arrow's
-# other allocator has its own thread, and a process that forks should have only one.
+# other allocator has its own thread, and a process that forks should have only one thread.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", ARROW_DEFAULT_MEMORY_POOL="system")
 
 from rlhfless.control.compute.jobs import JOBS  # noqa: E402
