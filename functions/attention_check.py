@@ -1,8 +1,7 @@
-"""Compares outputs and gradients of the attention kernels with plain attention in float32, on the device of use.
+"""Compare outputs and gradients of the attention kernels with plain float32 attention on the device in use.
 
-torch's kernels have been wrong on GPUs without an error: an H100 left half of the updates of a run with gradients that
-were not finite. So each function checks them when it loads a model (rlhfless.functions.policy), and so does the
-self-test.
+torch's kernels have been silently wrong on GPUs: on an H100, half of a run's updates had non-finite gradients. Each
+function therefore checks them when it loads a model (rlhfless.functions.policy), and so does the self-test.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rlhfless.functions.prefix_attention import packed_row, shared_prefix_attent
 from rlhfless.prefixes.packing import PackedSegments, Packing, SharingSequences
 
 CHECKED_HEADS = ((2, 2, 64), (7, 1, 128))
-"""(heads, KV heads, numbers of a head). Kernels differ by the last."""
+"""(heads, KV heads, head dimension). Kernels differ by head dimension."""
 
 _STEM, _NESTED = np.arange(21), np.arange(21, 30)
 _CHECKED_SEQUENCES = (
@@ -31,21 +30,22 @@ _CHECKED_SEQUENCES = (
     np.arange(600, 645),
     np.array([700]),
 )
-"""Two nested prefixes, and two sequences without. No length fills a block of the kernels, so that what they read past
-the end of one would be seen."""
+"""Two nested prefixes, and two sequences without prefixes. No length fills a kernel block, so that reads past the
+end of a block are detected."""
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def head_width(config: Any) -> int | None:
-    """Numbers of an attention head of a model; None for a model without attention."""
+    """Return the head dimension of a model's attention, or None for a model without attention."""
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     return getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
 
 
 def packed_difference(device: torch.device, dtype: torch.dtype, *, varlen: bool, head: int | None = None) -> float:
-    """The largest difference of packed rows from plain attention (`_difference`). `head`: one more width, on GPUs."""
+    """Return the largest difference of packed rows from plain attention (`_difference`). `head`: an additional head
+    dimension to check on GPUs."""
     packed = _checked_row()
     row = packed_row(packed, device, varlen=varlen)
     seen = torch.zeros(len(packed.source), len(packed.source), dtype=torch.bool)
@@ -62,7 +62,7 @@ def packed_difference(device: torch.device, dtype: torch.dtype, *, varlen: bool,
 
 
 def padded_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """As `packed_difference`, of the padded pass's causal attention."""
+    """Return the same difference for the padded pass's causal attention."""
     seen = torch.ones(45, 45, dtype=torch.bool, device=device).tril()
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -82,12 +82,12 @@ def _checked_row() -> PackedSegments:
 def _largest(
     attention: Attention, seen: torch.Tensor, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype
 ) -> float:
-    return float(np.max([_difference(attention, seen, shape, dtype) for shape in shapes]))  # NaN if one of them is
+    return float(np.max([_difference(attention, seen, shape, dtype) for shape in shapes]))  # NaN if any is
 
 
 def _difference(attention: Attention, seen: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """The largest difference of output and gradients from those of plain attention under the mask `seen` [queries,
-    keys], as a part of the largest value of each; not finite if one of them is not."""
+    """Return the largest difference of output and gradients from plain attention under the mask `seen` [queries,
+    keys], relative to the largest value of each; not finite if one of them is not."""
     heads, kv_heads, head = shape
     random, tokens, device = torch.Generator().manual_seed(0), len(seen), seen.device
     drawn = [torch.randn(1, count, tokens, head, generator=random) for count in (heads, kv_heads, kv_heads, heads)]
@@ -101,11 +101,11 @@ def _difference(attention: Attention, seen: torch.Tensor, shape: tuple[int, int,
             gradients = torch.autograd.grad(output, [query, key, value], upstream.to(wanted).transpose(1, 2))
         results.append([output.detach(), *gradients])
     shares = [(ours.float() - plain).abs().max() / plain.abs().max() for ours, plain in zip(*results, strict=True)]
-    return float(torch.stack(shares).max())  # of NaN and a number, NaN
+    return float(torch.stack(shares).max())  # NaN propagates
 
 
 def _plain(seen: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention [1, tokens, heads, head] by its definition."""
+    """Compute attention [1, tokens, heads, head] by its definition."""
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)

@@ -1,9 +1,9 @@
-"""Whether torch's fused attention computes the attention of a model, or ignores a part of it.
+"""Check whether torch's fused attention computes a model's attention or ignores a part of it.
 
-Models say what differs from plain softmax attention by arguments (a soft cap) or parameters (sinks) of their attention
-modules. `sdpa` ignores those that it does not know, without a word; a model's own `eager` attention computes them. Both
-are given the same random queries, keys and values here, small ones and large ones, and their outputs and gradients are
-compared in float32: what is ignored depends on the model's form, and may not show in the weights that were loaded.
+Models express deviations from plain softmax attention as arguments (a soft cap) or parameters (sinks) of their
+attention modules. `sdpa` silently ignores those that it does not know; a model's own `eager` attention computes
+them. Both get the same random queries, keys and values, small and large, and their outputs and gradients are
+compared in float32: what is ignored depends on the model's form and may not show with the loaded weights.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "rlhfless_compared"
-"""The name of the attention that compares, in a model's configuration."""
+"""Name of the comparing attention in a model's configuration."""
 
 TOLERANCE = 1e-3
-"""Difference that rounding to float32 explains, relative to the largest value."""
+"""Difference explained by rounding to float32, relative to the largest value."""
 
 SCORES = (1.0, 30.0)
-"""Standard deviations of the scores. Soft caps are between 1 and 50, and show where scores come near to them."""
+"""Standard deviations of the scores. Soft caps are between 1 and 50, and take effect when scores approach them."""
 
 NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
-"""transformers' message for a model that has no `sdpa`, such as gpt-oss."""
+"""transformers' message for a model without `sdpa`, such as gpt-oss."""
 
 _compared: list[str] = []
-"""What was found ignored in the forward pass that is under way."""
+"""Ignored parts found by the current forward pass."""
 
 
 def load_fused(load: Callable[[str], Any]) -> Any:
-    """`load(attention)` with torch's fused attention, or with `eager` for a model that transformers has no other of."""
+    """Call `load(attention)` with torch's fused attention, or with `eager` if transformers has no other for the
+    model."""
     try:
         return load("sdpa")
     except ValueError as error:
@@ -45,21 +46,22 @@ def load_fused(load: Callable[[str], Any]) -> Any:
 
 
 def has_attention(config: Any) -> bool:
-    """Whether a model has attention layers; Mamba and RWKV have none."""
+    """Return whether a model has attention layers; Mamba and RWKV have none."""
     return bool(getattr(config.get_text_config(), "num_attention_heads", None))
 
 
 def is_fused(model: Any) -> bool:
-    """Whether the model's attention is torch's fused one."""
+    """Return whether the model uses torch's fused attention."""
     return bool(model.config._attn_implementation == "sdpa")
 
 
 def ignored_by_sdpa(model: Any, forward: Callable[[], Any]) -> str:
-    """What torch's fused attention ignores of `model`, such as `softcap of Gemma2Attention (outputs differ by 0.3)`;
-    empty if nothing. `forward` runs the model on a few tokens.
+    """Return what torch's fused attention ignores of `model`, or an empty string if nothing.
 
-    Models that do not reach their attention by transformers' interface choose it themselves; they are not compared, nor
-    are models with `eager` attention.
+    Example: `softcap of Gemma2Attention (outputs differ by 0.3)`. `forward` runs the model on a few tokens. Not
+    compared: models with `eager` attention, and models that bypass transformers' attention interface and choose
+    their attention themselves.
+
     *Collective* if the model is split.
     """
     if not (is_fused(model) and model.is_backend_compatible()):
@@ -82,7 +84,7 @@ def _compare(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers, which notes what `sdpa` ignores of a module and goes on with it."""
+    """Record what `sdpa` ignores of a module, then run it; an attention function for transformers."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is not None:
         for scores in SCORES:
@@ -100,12 +102,12 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def _difference(
     module: torch.nn.Module, eager: Any, shaped: tuple[torch.Tensor, ...], arguments: Mapping[str, Any], scores: float
 ) -> str:
-    """The difference between the two for random inputs of these shapes whose scores are of about this size."""
+    """Return the difference between the two for random inputs of these shapes with scores of about this size."""
     device = shaped[0].device
     plain: Any = sdpa_attention_forward
     module, given = _own_numbers(module), {**arguments, "dropout": 0.0}
     parameters = list(module.parameters(recurse=False))
-    for name, argument in arguments.items():  # sinks, which some models hand over as an argument, too
+    for name, argument in arguments.items():  # such as sinks, which some models also pass as an argument
         if isinstance(argument, torch.Tensor) and argument.is_floating_point():
             same = [each for each in parameters if each.shape == argument.shape]
             given[name] = same[0] if same else argument.detach().float()
@@ -123,7 +125,7 @@ def _difference(
         try:
             expected = eager(module, *inputs, hidden, **given)[0]
             fused = plain(module, *inputs, seen, **given)[0]
-        except (TypeError, AttributeError, RuntimeError):  # it takes more than these, and cannot be judged by itself
+        except (TypeError, AttributeError, RuntimeError):  # it needs other arguments, and cannot be judged on its own
             return ""
         upstream = torch.randn(expected.shape, generator=random).to(device)
         gradients = [
@@ -140,7 +142,7 @@ def _difference(
 
 
 def _own_numbers(module: torch.nn.Module) -> torch.nn.Module:
-    """The module with float32 copies of its own parameters, such as sinks."""
+    """Copy the module with float32 copies of its own parameters, such as sinks."""
     own = copy.copy(module)
     own._parameters = {
         name: None if parameter is None else torch.nn.Parameter(parameter.detach().float())
@@ -150,7 +152,7 @@ def _own_numbers(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """The largest difference, relative to the largest value; a gradient that is not there is 0."""
+    """Return the largest difference, relative to the largest value; a missing gradient counts as 0."""
     if one is None or other is None:
         there = one if other is None else other
         return 0.0 if there is None or not there.abs().max() > 0 else 1.0

@@ -1,8 +1,8 @@
-"""The base of every function: its incarnation, the fence against old drivers, and replies that carry the work done.
+"""The base of every function: its incarnation, fencing against old drivers, and replies that carry the work done.
 
 A function is a Serve deployment with one replica. Serve revives a dead replica under the same name, so every reply
-carries the *incarnation*, drawn at random in each process: an unknown incarnation is a new replica that has loaded
-nothing. Calls carry (run, attempt, step); a replica refuses calls of an older attempt than the newest it has seen, so a
+carries the *incarnation*, a random ID per process: an unknown incarnation is a new replica that has loaded nothing.
+Calls carry (run, attempt, step); a replica refuses calls of an older attempt than the newest it has seen, so a
 driver that was believed dead can do no harm.
 """
 
@@ -59,7 +59,7 @@ class CallUsage:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):
-    """A result, with the times of the function's body (unix time) and its work."""
+    """A result, with the times of the function's body (Unix time) and its work."""
 
     incarnation: str
     value: T
@@ -70,23 +70,23 @@ class Reply(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """The description that a replica gives of itself when it is up."""
+    """A replica's description of itself."""
 
     incarnation: str
     pid: int
     host: str
     pids: tuple[int, ...] = ()
-    """Ids of further processes that the replica owns, such as its engine or its ranks."""
+    """Further processes that the replica owns, such as its engine or its ranks."""
     settings_key: str = ""
-    """Digest of the settings it was started with: a driver takes a replica over only if its own settings are equal."""
+    """Digest of the settings it was started with: a driver adopts a replica only if its own settings are equal."""
     step: int = 0
     """For a learner: the last training step of its weights."""
     kv_capacity_tokens: int = 0
-    """For a generation actor: tokens that its KV cache holds; 0 if the engine does not say."""
+    """For a generation actor: capacity of its KV cache in tokens; 0 if the engine does not report it."""
     start_seconds: Mapping[str, float] = field(default_factory=dict)
     """For a generation actor: the duration of each phase of its engine's start, by StartPhase."""
     log: str = ""
-    """For a generation actor: the file on its host that has what its engine prints."""
+    """For a generation actor: the file on its host with its engine's output."""
 
 
 class FunctionBroken(RuntimeError):
@@ -94,12 +94,12 @@ class FunctionBroken(RuntimeError):
 
 
 class StaleCall(UserError):
-    """A call of another run, or of an older attempt, was refused."""
+    """A call of another run or an older attempt was refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionSettings:
-    """The settings that every function has."""
+    """The settings of every function."""
 
     run_id: str
     lease: LeaseTerms
@@ -107,19 +107,19 @@ class FunctionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedSettings(FunctionSettings):
-    """The settings that every function with ranks has."""
+    """The settings of every function with ranks."""
 
     rank_bindings: tuple[DeviceBinding, ...]
     """The devices of each rank."""
     call_timeout_s: float
-    """Limit of a call of all ranks, and of each collective operation."""
+    """Limit of a call to all ranks, and of each collective operation."""
     planned: Planned = field(default_factory=dict)
-    """What the memory plan counts for one rank."""
+    """Planned bytes of one rank, by phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult(Generic[T]):
-    """The value of a call, and its work."""
+    """The value of a call and its work."""
 
     value: T
     usage: CallUsage = CallUsage()
@@ -128,7 +128,7 @@ class CallResult(Generic[T]):
 def admitted(
     body: Callable[Concatenate[F, Call, P], Awaitable[CallResult[T]]],
 ) -> Callable[Concatenate[F, Call, P], Coroutine[Any, Any, Reply[T]]]:
-    """Make a method that drivers call: admit the call, run the body, and reply with its times and work."""
+    """Decorate a method that drivers call: admit the call, run the body, and reply with its times and work."""
 
     @functools.wraps(body)
     async def method(self: F, call: Call, *arguments: P.args, **keywords: P.kwargs) -> Reply[T]:
@@ -141,7 +141,7 @@ def admitted(
 
 
 def settings_key(settings: FunctionSettings) -> str:
-    """Equal for equal settings, in any process."""
+    """Return a digest that is equal for equal settings, in any process."""
     return hashlib.blake2b(repr(settings).encode(), digest_size=16).hexdigest()
 
 
@@ -159,16 +159,15 @@ class Function:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Wraps the loads of a constructor. If a constructor raises, Serve keeps the text of the error and loses its
-        type. So an error that the user can correct is kept here and raised by every call; the first call is `describe`.
-        """
+        """Keep user errors from a constructor's loads; every call then raises them, the first being `describe`.
+        Serve would keep only the text of a constructor's error and lose its type."""
         try:
             yield
         except UserError as error:
             self._unfit = error
 
     def admit(self, call: Call) -> None:
-        """Let a call in, or raise StaleCall, or what the start raised."""
+        """Admit a call. Raises StaleCall or the start's error."""
         if call.run_id != self.run_id:
             raise StaleCall(f"call of run {call.run_id!r}, but this replica belongs to {self.run_id!r}")
         if call.attempt < self._attempt:
@@ -181,32 +180,32 @@ class Function:
             raise self._unfit
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """The description of this replica. Raises FunctionBroken if it can no longer work."""
+        """Describe this replica. Raises FunctionBroken if it can no longer work."""
         self.admit(call)
         return self.reply(self.info(), time.time())
 
     async def renew(self, call: Call) -> Reply[None]:
-        """Exchange signs of life with the driver."""
+        """Renew the replica's lease."""
         self.admit(call)
         return self.reply(None, time.time())
 
     def reply(self, value: T, start_s: float, usage: CallUsage | None = None) -> Reply[T]:
-        """Wrap a result of a body that ends now."""
+        """Wrap the result of a body that ends now."""
         return Reply(self.incarnation, value, start_s, time.time(), usage or CallUsage())
 
     async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:
-        """Give up the memory of the replica's devices and keep its processes; idempotent. Its work is refused until
-        `wake`. A function that holds nothing on a device does nothing."""
+        """Release the memory of the replica's devices but keep its processes; idempotent. Work is refused until
+        `wake`. Does nothing for a function that holds nothing on a device."""
         self.admit(call)
         return self.reply(Slept(tier, 0, 0), time.time())
 
     async def wake(self, call: Call) -> Reply[None]:
-        """Get the memory back, and the state that was kept; idempotent."""
+        """Restore the memory and the retained state; idempotent."""
         self.admit(call)
         return self.reply(None, time.time())
 
     async def stop(self, call: Call) -> Reply[None]:
-        """End the replica's own processes; the fleet deletes the replica itself after this."""
+        """End the replica's own processes; the fleet then deletes the replica itself."""
         self.admit(call)
         return self.reply(None, time.time())
 
@@ -214,12 +213,12 @@ class Function:
         return ReplicaInfo(self.incarnation, os.getpid(), os.uname().nodename, pids, self._settings_key, step)
 
     def clean_up(self) -> None:
-        """Remove the replica's files outside its processes. Called when its driver is gone for good."""
+        """Remove the replica's files outside its processes. Called when its driver is permanently gone."""
 
     def _abandoned(self) -> None:
-        """Give the devices back when the lease has run out. Serve would restart a process that only ends, so the
-        application itself is deleted."""
-        with contextlib.suppress(Exception):  # no error may keep the replica from giving its device back
+        """Release the devices when the lease expires, by deleting the application: Serve would restart a process
+        that merely exits."""
+        with contextlib.suppress(Exception):  # no error may keep the replica from releasing its device
             self.clean_up()
         from ray import serve  # takes seconds to import, and a driver that only makes calls does not need it
 
@@ -235,23 +234,23 @@ class DeviceBinding:
 
     kind: Literal["cpu", "cuda"]
     ids: tuple[str, ...]
-    """Numbers of its cores, or its entries of CUDA_VISIBLE_DEVICES, as they are called on its node."""
+    """Core numbers, or entries of CUDA_VISIBLE_DEVICES, as its node names them."""
     exclusive: bool
-    """Pin to these cores. A function that shares all cores with others is left to the scheduler."""
+    """Pin to these cores. Functions that share all cores with others are left to the scheduler."""
     node: str = ""
-    """Ray's id of the node: numbers are alike on many nodes."""
+    """Ray's ID of the node: device numbers repeat across nodes."""
     shared: bool = False
-    """Other functions, or ranks, use the same devices."""
+    """Other functions or ranks use the same devices."""
 
     def require_usable(self) -> None:
-        """Raises GpuNotShared if the devices are shared, and one of them takes one process alone."""
+        """Raise GpuNotShared if the devices are shared but one of them accepts only one process."""
         if self.shared and self.kind == "cuda":
             require_shareable(self.ids)
 
     def bind(self) -> None:
-        """Restrict this process, and what it starts, to its devices.
+        """Restrict this process and its children to its devices.
 
-        Call it before torch or vLLM is imported: thread pools and CUDA look at the environment once.
+        Call this before torch or vLLM is imported: thread pools and CUDA read the environment once.
         """
         # On CPU cores the mask is empty: a process that asks Ray for no GPU would see all GPUs of its node.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.ids) if self.kind == "cuda" else ""
@@ -259,8 +258,8 @@ class DeviceBinding:
             return
         threads = str(len(self.ids))
         os.environ["OMP_NUM_THREADS"] = threads
-        # OpenMP's threads spin at their barriers by default. On shared cores a spinning thread takes the time of the
-        # thread that it waits for: a learner's step was 6 times slower with one other process running.
+        # OpenMP's threads spin at their barriers by default. On shared cores a spinning thread takes time from the
+        # thread it waits for: a learner's step was 6 times slower with one other process running.
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ["MKL_NUM_THREADS"] = threads
         if self.exclusive:
@@ -268,5 +267,5 @@ class DeviceBinding:
             wanted = set(map(int, self.ids)) & available
             if wanted:
                 for thread in os.listdir("/proc/self/task"):
-                    with contextlib.suppress(ProcessLookupError):  # it may have ended since it was listed
+                    with contextlib.suppress(ProcessLookupError):  # it may have exited since it was listed
                         os.sched_setaffinity(int(thread), wanted)

@@ -1,9 +1,9 @@
-"""How a batch is cut into micro-batches, for the padded forward pass or for the packed one.
+"""Cut a batch into micro-batches, for the padded or the packed forward pass.
 
-Both keep to the budget of tokens, and give the same logprobs. The padded pass wants sequences of similar length side by
-side, the packed one has no padding, computes shared prefixes once, and wants the users of a prefix side by side. It is
-chosen where it computes fewer tokens by a factor that depends on the device, on GPUs always (prefixes.packing.Packing).
-Tokens are counted, so that the same batch takes the same path in every run and gives the same weights.
+Both stay within the token budget and give the same logprobs. The padded pass groups sequences of similar length. The
+packed pass has no padding, computes shared prefixes once, and groups the users of a prefix. It is chosen if it
+computes fewer tokens by a device-dependent factor, and always on GPUs (prefixes.packing.Packing). The choice is
+based on token counts, so that the same batch takes the same path in every run and gives the same weights.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ class MicroBatch:
 
     indices: IntArray  # [sequences]
     packed: PackedSegments | None = None
-    """How they lie in one row in which shared prefixes are computed once; None: they are padded."""
+    """Their layout in one row that computes shared prefixes once; None if they are padded."""
 
 
 NO_SEQUENCES = MicroBatch(np.zeros(0, dtype=np.int64))
-"""An empty micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class MicroBatches:
     parts: tuple[MicroBatch, ...]
     packed: bool
     prompt_tokens: int
-    """Tokens before the first response token that are computed, over all micro-batches."""
+    """Computed tokens before the first response token, over all micro-batches."""
 
     @property
     def shares(self) -> bool:
@@ -47,7 +46,7 @@ class MicroBatches:
 
 
 def cut(batch: PackedBatch, budget_tokens: int, *, packing: Packing) -> MicroBatches:
-    """The micro-batches of a batch: packed where that pays."""
+    """Cut a batch into micro-batches, packed where that pays."""
     padded = tuple(MicroBatch(indices) for indices in micro_batches(batch, budget_tokens))
     if packing.pays_below and padded:
         packed = _packed(batch, budget_tokens, packing)
@@ -66,7 +65,7 @@ def _packed(batch: PackedBatch, budget_tokens: int, packing: Packing) -> tuple[M
 
 
 def _row(sequences: SharingSequences, part: IntArray, budget_tokens: int, packing: Packing) -> PackedSegments:
-    """The layout of some sequences in a row, in which they share prefixes unless that costs more than it saves."""
+    """Lay sequences out in a row, sharing prefixes unless that costs more than it saves."""
     packed, lengths = sequences.pack(part), sequences.lengths[part]
     alone = int(lengths.sum())
     if packed.shared and alone <= budget_tokens and not packing.row_pays(alone, packed):
@@ -75,8 +74,8 @@ def _row(sequences: SharingSequences, part: IntArray, budget_tokens: int, packin
 
 
 def deal(batch: PackedBatch, budget_tokens: int, ranks: int, *, packing: Packing) -> list[IntArray]:
-    """The sequences of each of `ranks`: equal work for all, and users of a prefix together where micro-batches share
-    some. All ranks deal alike."""
+    """Distribute the sequences over `ranks` with equal work, keeping users of a prefix together if micro-batches
+    share prefixes. Deterministic on all ranks."""
     if ranks > 1 and cut(batch, budget_tokens, packing=packing).shares:
         return [np.sort(part) for part in fed_sequences(batch, budget_tokens, packing).deal(ranks)]
     by_length = np.argsort(-batch.lengths, kind="stable")
@@ -84,15 +83,14 @@ def deal(batch: PackedBatch, budget_tokens: int, ranks: int, *, packing: Packing
 
 
 def deal_pairs(batch: PackedBatch, ranks: int) -> list[IntArray]:
-    """The sequences of each of `ranks` of a batch of pairs, each pair whole: the largest first, so that all ranks have
-    equal work. All ranks deal alike."""
+    """Distribute whole pairs over `ranks` with equal work, longest pairs first. Deterministic on all ranks."""
     by_length = np.argsort(-batch.lengths.reshape(-1, 2).sum(1), kind="stable")
     return [_both(by_length[rank::ranks]) for rank in range(ranks)]
 
 
 def cut_pairs(batch: PackedBatch, budget_tokens: int, *, packing: Packing) -> MicroBatches:
-    """As `cut`, of a batch of pairs: a micro-batch has whole pairs, and at least one. Of a packed one it is the padded
-    size, which is larger, that keeps to the budget."""
+    """Cut a batch of pairs into micro-batches of at least one whole pair. For packed ones, the larger padded size
+    keeps to the budget."""
     fed = (batch.lengths - 1).reshape(-1, 2).max(1)
     parts = [_both(part) for part in padded_parts(fed, budget_tokens // 2)]
     if packing.pays_below and parts:
@@ -105,37 +103,37 @@ def cut_pairs(batch: PackedBatch, budget_tokens: int, *, packing: Packing) -> Mi
 
 
 def _both(pairs: IntArray) -> IntArray:
-    """The sequences of pairs, in their order."""
+    """Return the sequence indices of pairs, in order."""
     return np.stack([2 * pairs, 2 * pairs + 1], axis=1).reshape(-1)
 
 
 def fed_sequences(batch: PackedBatch, budget_tokens: int, packing: Packing) -> SharingSequences:
-    """The tokens that a forward pass is fed: all but the last of each sequence, which predicts nothing."""
+    """Return the tokens fed to a forward pass: all but the last of each sequence, which predicts nothing."""
     fed = batch.positions < batch.lengths[batch.sequence_id] - 1
     return SharingSequences(batch.tokens[fed], batch.lengths - 1, packing, budget_tokens)
 
 
 def first_responses(batch: PackedBatch) -> IntArray:
-    """Position of the first token of each sequence that the model drew, `[sequences]`; its length if there is none."""
+    """Return the position of the first generated token of each sequence, `[sequences]`; its length if there is none."""
     firsts = batch.lengths.copy()
     np.minimum.at(firsts, batch.sequence_id[batch.response_mask], batch.positions[batch.response_mask])
     return firsts
 
 
 def prompt_tokens(batch: PackedBatch) -> int:
-    """Tokens before the first response token of all sequences that have one."""
+    """Return the number of tokens before the first response token, over all sequences that have one."""
     return int(first_responses(batch)[batch.response_lengths > 0].sum())
 
 
 def _prompt_tokens_of(batch: PackedBatch, part: MicroBatch) -> int:
-    """Tokens before the first response token in the packed row of a micro-batch."""
+    """Return the number of tokens before the first response token in the packed row of a micro-batch."""
     assert part.packed is not None
     sequence = np.repeat(part.indices, batch.lengths[part.indices] - 1)[part.packed.source]
     return int(np.count_nonzero(part.packed.positions < first_responses(batch)[sequence]))
 
 
 def micro_batches(batch: PackedBatch, budget_tokens: int) -> Iterator[IntArray]:
-    """The sequences that have a response, as index arrays `[sequences of a micro-batch]`: see padded_parts."""
+    """Yield index arrays `[sequences of a micro-batch]` of the sequences that have a response; see padded_parts."""
     answered = np.flatnonzero(batch.response_lengths > 0)
     for part in padded_parts(batch.lengths[answered] - 1, budget_tokens):
         yield answered[part]

@@ -1,7 +1,7 @@
-"""Decoder layers through `torch.compile`: norms, rotary embeddings and activation functions in fused kernels.
+"""Run decoder layers through `torch.compile`: norms, rotary embeddings and activation functions in fused kernels.
 
-A layer's forward method is compiled, inside of FSDP's hooks and of activation checkpointing, and all layers share one
-graph. Attention in a row stays outside: its layout differs with every micro-batch. Lengths are dynamic.
+The forward method of a layer is compiled inside FSDP's hooks and activation checkpointing, and all layers share one
+graph. Packed-row attention is excluded, because its layout differs with every micro-batch. Lengths are dynamic.
 """
 
 from __future__ import annotations

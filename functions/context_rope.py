@@ -1,8 +1,7 @@
-"""Rotary positions that depend on a sequence's length (`longrope` of Phi-3 and Phi-4-mini, `dynamic`): one choice for
-a whole run.
+"""Fix length-dependent rotary positions (`longrope` of Phi-3 and Phi-4-mini, `dynamic`) for a whole run.
 
-transformers chooses the frequencies anew in each pass, by the longest sequence of the batch: a token's logprob would
-depend on its neighbours. vLLM chooses once, by the longest sequence that a run can have (`max_model_len`).
+transformers chooses the frequencies in each pass by the batch's longest sequence, so a token's logprob would depend
+on its neighbours. vLLM chooses them once, by the longest sequence that a run can have (`max_model_len`).
 """
 
 from __future__ import annotations
@@ -26,4 +25,4 @@ def choose_frequencies(model: Any, longest: int | None) -> None:
         if kind in LENGTH_DEPENDENT:
             like: torch.Tensor = module.inv_freq
             module(torch.zeros(1, device=like.device), torch.tensor([[tokens - 1]], device=like.device))
-            module.rope_type = "default"  # its forward pass leaves the frequencies as they are
+            module.rope_type = "default"  # its forward pass leaves the frequencies unchanged

@@ -1,5 +1,5 @@
-"""Whether a function can compute on the GPUs that it was given: torch by itself would take the CPU, and a GPU may take
-one process alone."""
+"""Check that a function can compute on its GPUs: torch would silently use the CPU, and a GPU may accept only one
+process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 """Written by the kernel module of NVIDIA's driver."""
 
 LEAST_DRIVER = {"12": 525, "13": 580}
-"""Oldest driver for wheels of a major version of CUDA (NVIDIA's release notes of CUDA, "minor version
-compatibility")."""
+"""Oldest driver for wheels of a CUDA major version (CUDA release notes, "minor version compatibility")."""
 
 WHEELS = "install the wheels of requirements/gpu.txt in this environment"
 
@@ -31,35 +30,36 @@ CONTAINER = (
 
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""The variable with the settings of torch's allocators. Must be set before the process's first use of CUDA."""
+"""The variable for the settings of torch's allocators. Set it before the process first uses CUDA."""
 
 PINNED = "pinned_max_round_threshold_mb:1"
-"""For every process that pins host memory through torch: without it each pinned block is rounded up to a power of two
-(`CachingHostAllocator.h` of torch 2.13), and what sleeps on the host takes up to twice the planned bytes."""
+"""For every process that pins host memory through torch: otherwise each pinned block is rounded up to a power of two
+(`CachingHostAllocator.h` of torch 2.13), and offloaded tensors take up to twice the planned bytes."""
 
 EXPANDABLE = "expandable_segments:True"
-"""For ranks, whose micro-batches have rows of many lengths: fixed segments of the allocator fragment, by 10 to 25 % of
-what is in use. Not where memory is shared with engines by CUDA IPC, nor in engines: vLLM's sleep excludes it."""
+"""For ranks, whose micro-batches have rows of many lengths: the allocator's fixed segments fragment, by 10 to 25 %
+of the memory in use. Not for memory shared with engines by CUDA IPC, nor in engines: vLLM's sleep is incompatible
+with it."""
 
 
 FLASHINFER = "RLHFLESS_FLASHINFER"
-"""The variable that says whether an engine's processes may use FlashInfer: 1, or 0."""
+"""The variable that says whether an engine's processes may use FlashInfer: 1 or 0."""
 
 
 def hide_flashinfer() -> None:
-    """Make FlashInfer not importable in this process, if the variable says so. vLLM takes it where it finds an nvcc of
-    whatever version (`has_flashinfer`, vllm/utils/flashinfer.py), so kernels would differ from node to node."""
+    """Make FlashInfer unimportable in this process if the variable says so. vLLM uses it wherever it finds any nvcc
+    (`has_flashinfer`, vllm/utils/flashinfer.py), so kernels would differ between nodes."""
     if os.environ.get(FLASHINFER) == "0":
         modules: dict[str, Any] = sys.modules  # type: ignore[assignment]
         modules["flashinfer"] = None
 
 
 class NoCuda(UserError):
-    """A process was given GPUs, and torch reaches none of them."""
+    """A process was given GPUs, but torch reaches none of them."""
 
 
 def require_cuda() -> None:
-    """Raises NoCuda, which names driver, wheel and hint, if torch reaches no GPU in this process."""
+    """Raise NoCuda, with driver, wheel and a hint, if torch reaches no GPU in this process."""
     import torch
 
     if torch.cuda.is_available():
@@ -75,13 +75,13 @@ def require_cuda() -> None:
 
 
 def cuda_fault(trace: str) -> NoCuda | None:
-    """The NoCuda that ended a process with this trace; None if it ended for another reason."""
+    """Return the NoCuda that ended a process with this traceback, or None."""
     reasons = re.findall(rf"\.{NoCuda.__name__}: ([^\n]*)", trace)
     return NoCuda(reasons[-1]) if reasons else None
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver; empty if there is none."""
+    """Return the version of NVIDIA's driver, or an empty string."""
     try:
         match = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?", DRIVER_VERSION.read_text())
     except OSError:
@@ -103,20 +103,19 @@ def _hint(driver: str, wheel: str | None) -> str:
 log = logging.getLogger(__name__)
 
 ASK_S = 30.0
-"""Longest wait for nvidia-smi: a driver that keeps no state between calls takes seconds to see each GPU."""
+"""Longest wait for nvidia-smi, in seconds: without persistence mode the driver takes seconds per GPU."""
 
 MPS_FOLDER = "/tmp/nvidia-mps"
-"""The folder of NVIDIA's multi-process service, where CUDA_MPS_PIPE_DIRECTORY names no other: it shares GPUs in any
-mode."""
+"""Default folder of NVIDIA's multi-process service (see CUDA_MPS_PIPE_DIRECTORY), which shares GPUs in any mode."""
 
 
 class GpuNotShared(UserError):
-    """A GPU takes one process alone, and several functions of the run are to use it."""
+    """A GPU accepts only one process, but several functions of the run are to use it."""
 
 
 def require_shareable(ids: Sequence[str]) -> None:
-    """Raises GpuNotShared if one of these GPUs, entries of CUDA_VISIBLE_DEVICES, is in another compute mode than
-    Default. Passes if the mode is not known."""
+    """Raise GpuNotShared if one of these GPUs, entries of CUDA_VISIBLE_DEVICES, is in a compute mode other than
+    Default. Passes if the mode is unknown."""
     if (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_FOLDER)) / "control").exists():
         return
     for gpu, mode in zip(ids, _modes(ids), strict=False):
@@ -129,7 +128,7 @@ def require_shareable(ids: Sequence[str]) -> None:
 
 
 def _modes(ids: Sequence[str]) -> list[str]:
-    """The compute mode of each GPU, in the order of `ids`; empty if nvidia-smi is missing or does not know them."""
+    """Return the compute mode of each GPU, in the order of `ids`; empty if nvidia-smi is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -1,8 +1,8 @@
 """The output head on GPUs: logprobs and entropy in one pass over each block of logits, in Triton.
 
-The plain head (rlhfless.functions.lm_head) reads and writes each logit some 20 times, in float32; here its product is
-read once in the forward pass, and overwritten by its gradient in the backward pass. A policy that is loaded compares
-both on its device. `TRITON_INTERPRET=1` runs these kernels on CPUs.
+The plain head (rlhfless.functions.lm_head) reads and writes each logit some 20 times in float32; here its product is
+read once in the forward pass and overwritten by its gradient in the backward pass. Loading a policy compares both on
+its device. `TRITON_INTERPRET=1` runs these kernels on CPUs.
 
 The softmax is the one-pass recurrence of Milakov and Gimelshein (arXiv 1805.02867).
 """
@@ -25,13 +25,13 @@ BLOCK = 4096
 WARPS = 8
 
 BLOCKS_OF_PLAN = 4
-"""A block of products is this many times as large as the plain head's, which the memory plan counts: that one holds
-five tensors in float32, this one a single tensor in the products' own format."""
+"""Size of a block of products relative to the plain head's, which the memory plan counts: the plain head holds five
+float32 tensors, this one a single tensor in the products' own dtype."""
 
 
 @triton.jit
 def _logits(products, scale, cap, temperature, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Products -> logits at the temperature, and their derivative."""
+    """Convert products to logits at the temperature, and return their derivative."""
     logits = products.to(tl.float32) * scale
     slope = scale / temperature
     if CAPPED:
@@ -75,7 +75,7 @@ def _backward(  # type: ignore[no-untyped-def]
     products, targets, normalisers, entropies, of_logprobs, of_entropies, columns, scale, cap, temperature,
     CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient in place of the products:  g (1[target] - p) - e p (log p + H),  times the slope of the logits."""
+    """Overwrite the products with the gradient  g (1[target] - p) - e p (log p + H),  times the slope of the logits."""
     row = tl.program_id(0)
     products += row.to(tl.int64) * columns
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -91,7 +91,8 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 class _FusedHead(torch.autograd.Function):
-    """As rlhfless.functions.lm_head._ChunkedHead. A single block of products stays for the backward pass."""
+    """Fused equivalent of rlhfless.functions.lm_head._ChunkedHead. A single block of products is kept for the
+    backward pass."""
 
     @staticmethod
     def forward(
@@ -141,7 +142,7 @@ class _FusedHead(torch.autograd.Function):
 
 
 def _added(total: torch.Tensor | None, part: torch.Tensor, several: bool) -> torch.Tensor:
-    """Sums of several parts are float32 at least, see rlhfless.functions.lm_head."""
+    """Add to a sum, which is at least float32 if it has several parts; see rlhfless.functions.lm_head."""
     if total is not None:
         return total.add_(part)
     return part.to(torch.promote_types(part.dtype, torch.float32)) if several else part
@@ -160,17 +161,17 @@ def _launch(kernel: Any, grid: tuple[int, ...], products: torch.Tensor, *given: 
 def fused_logprobs(
     head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[torch.Tensor, ...]:
-    """As rlhfless.functions.lm_head.head_logprobs, in float32."""
+    """Compute rlhfless.functions.lm_head.head_logprobs with the fused kernels, in float32."""
     return HeadPass(head, temperature, entropy, torch.is_grad_enabled()).apply(_FusedHead, hidden, targets)
 
 
 CHECKED_ROWS, CHECKED_WIDTH = 12, 64
-"""The hidden states of `fused_difference`."""
+"""Shape of the hidden states in `fused_difference`."""
 
 
 def fused_difference(head: OutputHead, device: torch.device, dtype: torch.dtype) -> float:
-    """How far the fused head of this vocabulary, scale, cap and format is from the plain one with random weights: the
-    largest difference of outputs and gradients, relative to the largest value of each."""
+    """Compare the fused head of this vocabulary, scale, cap and dtype with the plain one on random weights: return
+    the largest difference of outputs and gradients, relative to the largest value of each."""
     vocabulary, random = head.linear.weight.shape[0], torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Offload tensors to the host and back: the sleep of a function.
+"""Offload tensors to the host and back, to let a function sleep.
 
 Only the memory is released: tensors, views and aliases stay valid, and have their values again after `restore`. On a
 GPU a storage is resized to 0 in place (torch's `UntypedStorage.resize_`), and its content is kept in pinned memory,
-which stays allocated because pinning takes longer than the copy. On a CPU `madvise` releases the pages, and an unnamed
-file keeps their content.
+which stays allocated because pinning takes longer than the copy. On a CPU `madvise` releases the pages, and an
+unnamed file keeps their content.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhfless.functions.sharding import local
 GIB = 2**30
 
 RELEASE_S = 30.0
-"""Longest wait for memory that another process is giving back."""
+"""Longest wait for memory that another process is releasing."""
 
 RELEASE_POLL_S = 0.1
 
@@ -35,7 +35,7 @@ class HostOffload:
     """Storages of tensors, in use or offloaded. Not thread-safe."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Of a sharded tensor this rank's shard is offloaded. Tensors that share a storage are offloaded together."""
+        """Offload only this rank's shard of sharded tensors. Tensors that share a storage are offloaded together."""
         self._storages = storages_of(local(tensor.detach()) for tensor in tensors)
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._pinned: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ def refill(storages: list[torch.UntypedStorage], sizes: list[int]) -> None:
     """Allocate emptied storages, without their values: all of them, or none if memory is short."""
     try:
         for storage, size in zip(storages, sizes, strict=True):
-            if storage.nbytes() != size:  # pages of a CPU come when they are touched
+            if storage.nbytes() != size:  # pages on a CPU are allocated when touched
                 storage.resize_(size)
     except BaseException:
         empty(storages)
@@ -143,7 +143,7 @@ def refill(storages: list[torch.UntypedStorage], sizes: list[int]) -> None:
 
 
 def _give_back_pages(storage: torch.UntypedStorage) -> None:
-    """Release the pages that a storage has to itself."""
+    """Release the pages that a storage does not share."""
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0 and _LIBRARY.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED):
@@ -160,10 +160,10 @@ def held_bytes(device: torch.device) -> int:
 
 
 def require_free(device: torch.device, size_bytes: int, wait_s: float = RELEASE_S) -> None:
-    """Wait until a GPU has `size_bytes` free. Raises MemoryError if it has not within `wait_s`.
+    """Wait until a GPU has `size_bytes` free. Raises MemoryError after `wait_s`.
 
-    A killed process gives its memory back only when the driver has torn its context down, which takes 1 to 3 s for
-    60 GB: a function that wakes right after it must wait and not fail.
+    A killed process releases its memory only once the driver has torn its context down, which takes 1 to 3 s for 60
+    GB: a function that wakes right after it must wait and not fail.
     """
     deadline = time.monotonic() + wait_s
     free, total = torch.cuda.mem_get_info(device)
@@ -181,7 +181,7 @@ def give_back_free_memory() -> None:
     """Return the allocators' free memory to the device and the system."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    # vLLM preloads tcmalloc; where it is not, malloc is glibc's.
+    # tcmalloc if vLLM preloads it, else glibc's malloc.
     for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("malloc_trim", (0,))):
         function = getattr(_LIBRARY, name, None)
         if function is not None:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A run, as its functions are launched."""
+    """A run to launch functions for."""
 
     spec: RunSpec
     run_id: str
     run_folder: Path
     shape: ModelShape | None
-    """The policy's sizes, if they are known."""
+    """The policy's sizes, if known."""
     max_model_len: int
     """Longest sequence, in tokens."""
     probe_token_ids: tuple[int, ...]
@@ -35,14 +35,14 @@ class Launch:
     store_folder: Path
     """The folder of the learner's weights."""
     store_token: str
-    """If given, they are served by HTTP to requests that carry the token."""
+    """If given, the weights are served over HTTP to requests that carry this token."""
     store: StoreAddress
-    """How actors reach them."""
+    """How actors reach the weights."""
     planned_bytes: Callable[[str, int | None], Mapping[str, Planned]]
-    """Gives, for a kind of device, the planned bytes of a replica or rank of each function, by phase; of a learner with
-    so many ranks, if that is not None."""
+    """Maps (device kind, learner ranks or None) to the planned bytes of a replica or rank of each function, by
+    phase."""
     kv_bytes: Callable[[str], int | None]
-    """Gives, for a kind of device, the KV bytes of an engine that shares its GPU; None if it is alone."""
+    """Maps a device kind to the KV bytes of an engine that shares its GPU, or None if it does not share."""
 
     @property
     def lease(self) -> LeaseTerms:
@@ -51,15 +51,15 @@ class Launch:
         return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
 
     def within_context(self, model: ModelSpec) -> ModelSpec:
-        """A model, with the longest sequence of the run as its context. See context_rope."""
+        """Return the model spec with the run's longest sequence as its context; see context_rope."""
         return model.model_copy(update={"max_context_tokens": self.max_model_len})
 
     def planned(self, kind: FunctionSpec, allocation: Allocation) -> Planned:
-        """The planned bytes of a replica or rank in an allocation, by phase."""
+        """Return the planned bytes of a replica or rank in an allocation, by phase."""
         return self.planned_bytes(allocation.devices[0].kind, allocation.ranks).get(kind.name, {})
 
     def rank_bindings(self, kind: FunctionSpec, allocation: Allocation) -> tuple[DeviceBinding, ...]:
-        """The devices of each rank of a replica."""
+        """Return the devices of each rank of a replica."""
         wanted = kind.wanted(self.spec)
         ranks = allocation.ranks or (1 if wanted is None else wanted.ranks)
         devices = (rank_devices(allocation.devices, rank, ranks) for rank in range(ranks))
@@ -67,11 +67,11 @@ class Launch:
 
 
 def binding(devices: Sequence[Device], *, exclusive: bool, shared: bool = False) -> DeviceBinding:
-    """How a process finds its devices, which are held and on one node."""
+    """Return the binding of a process to its devices, which must be reserved and on one node."""
     kind: Literal["cpu", "cuda"] = "cpu" if devices[0].kind == CPU_KIND else "cuda"
     return DeviceBinding(kind, tuple(device.local_id for device in devices), exclusive, devices[0].node, shared)
 
 
 def is_shared(allocation: Allocation, ranks: int = 1) -> bool:
-    """Whether a device of a replica with so many ranks has several processes: other functions, or other ranks."""
+    """Return whether several processes, of other functions or ranks, use a device of a replica with `ranks` ranks."""
     return min(allocation.shares) < 1 or ranks > len(allocation.devices)

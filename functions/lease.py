@@ -1,6 +1,6 @@
-"""A replica's lease: when it gets no sign of life from its driver for this long, it gives its device back.
+"""A replica's lease: without a call from its driver in time, it releases its device.
 
-The clock runs in a thread of its own, so that a replica that computes, or whose event loop is stuck, is watched too.
+The clock runs in a separate thread, so that a busy replica or a stuck event loop is watched too.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """How long a replica lives without a call of its driver."""
+    """How long a replica lives without a call from its driver."""
 
     first_s: float
-    """Until the first call: the start itself takes this long at most."""
+    """Seconds until the first call; must cover the start."""
     renewed_s: float
-    """After each call."""
+    """Seconds after each call."""
 
 
 class Lease:
-    """Calls `expired` once, from its own thread, when no `renew` came in time."""
+    """Calls `expired` once, from its own thread, when `renew` was not called in time."""
 
     def __init__(self, terms: LeaseTerms, expired: Callable[[], None]) -> None:
         self._terms = terms
@@ -34,12 +34,12 @@ class Lease:
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
     def renew(self, for_s: float | None = None) -> None:
-        """Renew the lease for the length of its terms, or for `for_s`: the driver is alive."""
+        """Renew the lease for its regular term, or for `for_s`."""
         self._ends_s = time.monotonic() + (self._terms.renewed_s if for_s is None else for_s)
 
     def _watch(self) -> None:
         while (left_s := self._ends_s - time.monotonic()) > 0:
-            # The first call makes the wait shorter, so the wait is checked well before its end.
+            # The first call shortens the wait, so check well before its end.
             time.sleep(min(left_s, self._terms.renewed_s))
         log.warning("no call came for %.0f s: the driver is gone, and so is this replica", self._terms.renewed_s)
         self._expired()

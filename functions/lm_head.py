@@ -13,22 +13,22 @@ from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """Hidden states to logits: a linear layer, a scale, a soft cap (Gemma 2, arXiv 2408.00118)."""
+    """Maps hidden states to logits: a linear layer, a scale, a soft cap (Gemma 2, arXiv 2408.00118)."""
 
     linear: torch.nn.Linear
     scale: float
     soft_cap: float | None
     chunk_elements: int | None = None
-    """The elements of the largest block of logits; LOGITS_CHUNK_ELEMENTS if None."""
+    """Elements of the largest block of logits; LOGITS_CHUNK_ELEMENTS if None."""
     fused: bool = False
-    """Logprobs are computed by rlhfless.functions.head_kernels."""
+    """Compute logprobs with rlhfless.functions.head_kernels."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""
+        """Map `hidden` [positions, hidden] to logits [positions, vocabulary], float32 or finer."""
         return self.finished(self.linear(hidden))
 
     def finished(self, products: torch.Tensor) -> torch.Tensor:
-        """What the linear layer gives [positions, vocabulary] -> logits, float32 or finer."""
+        """Map the linear layer's output [positions, vocabulary] to logits, float32 or finer."""
         logits = at_least_float32(products)
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -38,12 +38,13 @@ class OutputHead:
 
 
 def at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    """`values` in float32, if their own format is not finer."""
+    """Convert `values` to float32 unless their dtype is finer."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def output_head(model: Any, chunk_elements: int | None = None) -> OutputHead:
-    """Scale and soft cap have different names per model family; `load_policy` verifies the result."""
+    """Return a model's output head; scale and soft cap have different names per model family, and `load_policy`
+    verifies the result."""
     config = model.config
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -52,12 +53,12 @@ def output_head(model: Any, chunk_elements: int | None = None) -> OutputHead:
 
 
 Entropy = Literal["none", "value", "gradient"]
-"""Whether an entropy is computed, and whether it has a gradient."""
+"""Whether to compute an entropy, and whether it has a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPass:
-    """What a pass of the head computes."""
+    """The parameters of a pass of the head."""
 
     head: OutputHead
     temperature: float
@@ -68,7 +69,7 @@ class HeadPass:
     def apply(
         self, function: type[torch.autograd.Function], hidden: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Logprobs and entropy of a function of (hidden, weight, bias, targets, HeadPass)."""
+        """Apply a function of (hidden, weight, bias, targets, HeadPass) that returns logprobs and entropy."""
         layer = self.head.linear
         outputs: tuple[torch.Tensor, ...] = function.apply(hidden, layer.weight, layer.bias, targets, self)  # type: ignore[no-untyped-call]
         return outputs
@@ -77,8 +78,8 @@ class HeadPass:
 def head_logprobs(
     head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[torch.Tensor, ...]:
-    """Logprobs, and the entropy if it is asked for, [positions] each. In chunks; where there are several, the backward
-    pass computes each chunk's logits again."""
+    """Return logprobs and, if requested, entropies, [positions] each. With several chunks, the backward pass
+    recomputes each chunk's logits."""
     if len(targets) > rows_of(head):
         return HeadPass(head, temperature, entropy).apply(_ChunkedHead, hidden, targets)
     everything = _log_softmax(head, head.linear(hidden), temperature)
@@ -89,12 +90,12 @@ def head_logprobs(
 
 
 def rows_of(head: OutputHead) -> int:
-    """Positions of the largest block of logits."""
+    """Return the positions in the largest block of logits."""
     return max(1, (head.chunk_elements or LOGITS_CHUNK_ELEMENTS) // head.linear.weight.shape[0])
 
 
 def _log_softmax(head: OutputHead, products: torch.Tensor, temperature: float) -> torch.Tensor:
-    """What the head's linear layer gives -> logprobs of all tokens, [positions, vocabulary] both."""
+    """Map the head's linear output to logprobs of all tokens, both [positions, vocabulary]."""
     logits = head.finished(products)
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
 
@@ -108,9 +109,9 @@ def _entropy(everything: torch.Tensor) -> torch.Tensor:
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """hidden [positions, hidden], weight, bias, targets [positions] -> logprobs and entropy, [positions] each, with the
-    logits of `rows_of` positions at a time. The gradients that chunks have for the weight are added up in float32 at
-    least: in bfloat16 the sum of 25 chunks would lose most of what the last ones add."""
+    """hidden [positions, hidden], weight, bias, targets [positions] -> logprobs and entropy, [positions] each, with
+    the logits of `rows_of` positions at a time. The chunks' weight gradients are summed in float32 or wider: in
+    bfloat16 the sum of 25 chunks would lose most of the last chunks' contributions."""
 
     @staticmethod
     def forward(
@@ -157,5 +158,5 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def in_format(weight: torch.Tensor, *sums: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Sums of gradients in the format of the weight."""
+    """Convert gradient sums to the dtype of the weight."""
     return tuple(None if total is None else total.to(weight.dtype) for total in sums)

@@ -1,8 +1,8 @@
-"""Loading a model without letting transformers fill in missing weights.
+"""Load a model without letting transformers fill in missing weights.
 
-transformers initialises a tensor that the files lack, or have in another shape, at random, with only a warning.
-Training would continue from there. Here the loader's own report decides: in `load_whole`, when a function loads its
-model, and in `misfit`, which asks the same loader before anything is started. That one is given tensors without data
+transformers initialises tensors that the files lack, or have in another shape, at random, with only a warning, and
+training would continue from there. Here the loader's own report decides: in `load_whole`, when a function loads its
+model, and in `misfit`, which asks the same loader before anything is started. `misfit` passes tensors without data
 (torch's meta device), so that renamed, fused and tied weights and old buffers are treated as in a real load.
 """
 
@@ -37,15 +37,15 @@ OTHER_CONFIG = "config.json and the weights belong to different models: take bot
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """The differences between stored weights and a model's tensors, by the names of a checkpoint."""
+    """The differences between stored weights and a model's tensors, by checkpoint names."""
 
     model: str
     """The model's class."""
     missing: Mapping[str, Shape]
-    """The missing tensors, with the shapes of the model."""
+    """The missing tensors, with the model's shapes."""
     unexpected: tuple[str, ...]
     mismatched: Mapping[str, tuple[Shape, Shape]]
-    """Tensors of another shape: the stored shape, and the model's."""
+    """Tensors of another shape: (stored shape, model's shape)."""
     failure: str = ""
     """The loader's error, if it gave up without naming a tensor."""
 
@@ -53,8 +53,7 @@ class Misfit:
         return bool(self.missing or self.unexpected or self.mismatched or self.failure)
 
     def problems(self, field: str, holder: Callable[[Iterable[str]], str]) -> list[Problem]:
-        """One problem per kind. `holder` gives the name of the file, or the like, that holds the tensors of these
-        names."""
+        """Return one problem per kind. `holder` returns the name of the file that holds the named tensors."""
         problems = []
         if self.missing:
             what = counted("tensor", [f"{name!r} {list(shape)}" for name, shape in sorted(self.missing.items())])
@@ -88,12 +87,12 @@ def load_whole(
     new_head: bool = False,
     **options: Any,
 ) -> Any:
-    """`auto.from_pretrained(path, **options)`, if it has all weights from the files, and all are finite. With
-    `new_head`, what is not of the decoder is not the files': theirs is left out, and the model's is 0.
+    """Return `auto.from_pretrained(path, **options)` if the files contain all weights, and all are finite.
 
-    `field` is the spec's field that named the path. `prepare` is called with the model before its weights are read,
-    when its tensors have no data yet: if it splits them over ranks, each rank reads its own parts. With `offload` those
-    parts stay in the host's memory. Raises InputError, and what transformers raises for a path that it cannot read.
+    With `new_head`, only the decoder comes from the files: their other tensors are ignored, and the model's are set
+    to 0. `field` is the spec's field that named the path. `prepare` is called with the model before its weights are
+    read, while its tensors have no data: if it splits them over ranks, each rank reads its own parts. With
+    `offload`, those parts stay in host memory. Raises InputError, and transformers' errors for an unreadable path.
     """
     try:
         nothing = contextlib.nullcontext()
@@ -123,7 +122,7 @@ def load_whole(
 
 @torch.no_grad()
 def _of_decoder(model: Any, misfit: Misfit) -> Misfit:
-    """What a misfit says of the decoder. All else that the model lacked is set to 0."""
+    """Restrict a misfit to the decoder and set the model's other missing parameters to 0."""
     inside = f"{model.base_model_prefix}."
     for name, parameter in model.named_parameters():
         if name in misfit.missing and not name.startswith(inside):
@@ -137,8 +136,8 @@ def _of_decoder(model: Any, misfit: Misfit) -> Misfit:
 
 @contextlib.contextmanager
 def _prepared(prepare: Callable[[Any], None] | None) -> Iterator[None]:
-    """Within the block transformers calls `prepare` between the building of a model and its loading. Its own switch for
-    that (`distributed_config`) makes the mesh and the groups itself, and wants torchrun's environment."""
+    """Make transformers call `prepare` between building and loading a model, within the block. Its own option for
+    this (`distributed_config`) creates the mesh and the groups itself and requires torchrun's environment."""
     if prepare is None:
         yield
         return
@@ -154,8 +153,8 @@ def _prepared(prepare: Callable[[Any], None] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_host_memory() -> Iterator[None]:
-    """Within the block transformers leaves the parts of split tensors where it reads them. By itself it moves them to
-    the mesh's device (`DTensor.from_local`), and FSDP refuses parameters there that are to be offloaded."""
+    """Make transformers leave the parts of split tensors where it reads them, within the block. By default it moves
+    them to the mesh's device (`DTensor.from_local`), where FSDP rejects parameters that are to be offloaded."""
 
     def wrapped(part: torch.Tensor, like: DTensor) -> DTensor:
         return DTensor(part.contiguous(), like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -168,7 +167,7 @@ def _in_host_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, by: object) -> Iterator[None]:
-    """Within the block an attribute of a class or module has another value."""
+    """Replace an attribute of a class or module within the block."""
     value = vars(owner)[name]
     setattr(owner, name, by)
     try:
@@ -178,7 +177,7 @@ def _replaced(owner: Any, name: str, by: object) -> Iterator[None]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite, in this rank's part of it. Without a temporary copy of the tensor."""
+    """Return whether this rank's part has no NaN or infinity, without a temporary copy of the tensor."""
     values = local(tensor.detach())
     if not values.is_floating_point() or not values.numel():
         return True
@@ -187,13 +186,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def build_blank(auto: Any, config: Any, **options: Any) -> Any:
-    """`auto.from_config(config, **options)`, its tensors without data. Raises what the model's class raises."""
+    """Return `auto.from_config(config, **options)` with tensors without data. Raises the model class's errors."""
     with _quiet(), torch.device("meta"):
         return auto.from_config(copy.deepcopy(config), **options)
 
 
 def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
-    """How tensors of these names and shapes fit the model `blank`, of this config. No file is read."""
+    """Return how tensors of these names and shapes fit the model `blank` of this config. Reads no file."""
     tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in stored.items()}
     try:
         with _quiet():
@@ -209,7 +208,7 @@ def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
     except RuntimeError as error:
         if not _of_conversion(error):
             raise
-        # Some parts of a fused tensor are missing or have other shapes, and the loader does not say which.
+        # Parts of a fused tensor are missing or have other shapes, and the loader does not say which.
         everything = set(blank.state_dict()) - set(getattr(blank, "all_tied_weights_keys", ()))
         gave_up = Misfit(type(blank).__name__, {}, (), {}, first_line(error))
         return _in_names_of_files(blank, gave_up, everything, stored)
@@ -217,7 +216,7 @@ def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
 
 
 def _misfit_of(model: Any, loading: Mapping[str, Any], stored: Mapping[str, Shape]) -> Misfit:
-    """From transformers' report of a load. `stored`: the tensors of the files, if they are known."""
+    """Convert transformers' loading report. `stored`: the tensors of the files, if known."""
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     result = Misfit(
         class_of(model).__name__,
@@ -229,17 +228,15 @@ def _misfit_of(model: Any, loading: Mapping[str, Any], stored: Mapping[str, Shap
 
 
 def _in_names_of_files(model: Any, result: Misfit, faulty: set[str], stored: Mapping[str, Shape]) -> Misfit:
-    """The names in the checkpoint: a parameter may be made of several of its tensors, such as a layer's experts.
-
-    `faulty` are names of the model.
-    """
+    """Translate to names in the checkpoint: a parameter may consist of several stored tensors, such as a layer's
+    experts. `faulty` are names of the model."""
     if not stored:
         return result
     parameters = model.state_dict()
-    model._weight_conversions = None  # the class's, not the ones that this load happened to use
+    model._weight_conversions = None  # the class's, not those used by this load
     try:
         parts = revert_weight_conversion(model, {name: parameters[name] for name in faulty if name in parameters})
-    except Exception:  # a conversion of many tensors to one cannot be undone with some of them
+    except Exception:  # a many-to-one conversion cannot be undone with only some of the tensors
         return result
     shapes = {name: tuple(part.shape) for name, part in parts.items()}
     missing = {name: shape for name, shape in shapes.items() if name not in stored}
@@ -254,12 +251,13 @@ def _in_names_of_files(model: Any, result: Misfit, faulty: set[str], stored: Map
 
 
 def _checkpoint(_: Iterable[str]) -> str:
-    """The loader does not say which file a tensor came from."""
+    """Return a generic name: the loader does not say which file a tensor came from."""
     return "the checkpoint"
 
 
 def _of_conversion(error: RuntimeError) -> bool:
-    """Whether this is the error of transformers/utils/loading_report.py; running out of memory raises the same type."""
+    """Return whether this is the error of transformers/utils/loading_report.py; running out of memory raises the
+    same type."""
     return "automatic conversion of the weights" in str(error)
 
 
@@ -269,7 +267,7 @@ def _unfit(path: str, problems: list[Problem]) -> InputError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' report and progress bar of a load."""
+    """Suppress transformers' loading report and progress bar."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

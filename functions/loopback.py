@@ -1,8 +1,8 @@
-"""Makes replicas listen on loopback only, if all processes that they talk to are on their own node.
+"""Make replicas listen on loopback only, if all processes that they talk to are on their own node.
 
-Three libraries listen on every interface and have no switch for it. torch's rendezvous store and Serve's server for
-calls between deployments are given a socket on loopback here, each in the function that binds it; gloo and NCCL read
-the name of an interface from the environment.
+Three libraries listen on every interface and offer no option against it. This module patches the binding functions
+of torch's rendezvous store and of Serve's server for calls between deployments to use a loopback socket; gloo and
+NCCL read the name of an interface from the environment.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ INTERFACE = "lo"
 """Name of the loopback interface on Linux."""
 
 _BACKLOG = 2048
-"""Connections that may wait to be accepted, as torch's own socket has."""
+"""Connections that may wait to be accepted, as for torch's own socket."""
 
 
 def is_loopback(host: str) -> bool:
-    """The host is this machine's loopback interface, by name or number."""
+    """Return whether the host is this machine's loopback interface, by name or number."""
     if host == "localhost":
         return True
     try:
@@ -37,22 +37,22 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A port at one of this node's addresses that nothing listens at now."""
+    """Return a currently unused port at one of this node's addresses."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def loopback_environment() -> dict[str, str]:
-    """For processes that form a group on one node: the interface of gloo's and of NCCL's sockets."""
+    """Return the environment for a group of processes on one node: the interface for gloo and NCCL sockets."""
     return {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
 
 
 def interface_environment(address: str) -> dict[str, str]:
     """Return the environment with which gloo and NCCL use the interface that has `address`; empty if none has it.
 
-    By default gloo binds to what the host's name resolves to: 127.0.1.1 on Debian and Ubuntu, or a pod's own address
-    under `hostNetwork`, and other nodes cannot connect. NCCL takes the first interface it likes.
+    By default gloo binds to the address that the host's name resolves to: 127.0.1.1 on Debian and Ubuntu, or a pod's
+    own address under `hostNetwork`, and other nodes cannot connect. NCCL takes the first interface it likes.
     """
     on_loopback = is_loopback(address)  # every address of 127.0.0.0/8 is on the loopback interface
     for name, addresses in psutil.net_if_addrs().items():
@@ -63,7 +63,7 @@ def interface_environment(address: str) -> dict[str, str]:
 
 
 def bind_rendezvous_to_loopback() -> None:
-    """From here on a process group at `tcp://127.0.0.1:port` listens on loopback only; other hosts are as before."""
+    """Make later process groups at `tcp://127.0.0.1:port` listen on loopback only; other hosts are unaffected."""
     from torch.distributed import TCPStore
 
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
@@ -96,8 +96,8 @@ def bind_rendezvous_to_loopback() -> None:
 
 
 def bind_replica_to_loopback() -> None:
-    """Makes the server of a Serve replica for other deployments, which we never call, listen on loopback, if its node
-    is known by a loopback address. Call it in the constructor; Serve binds the server after that."""
+    """Make a Serve replica's server for other deployments, which we never call, listen on loopback if its node has a
+    loopback address. Call this in the constructor; Serve binds the server afterwards."""
     replica: Any = sys.modules.get("ray.serve._private.replica")
     if replica is None:
         return

@@ -1,9 +1,8 @@
-"""A step of the real learner, or critic, that computes nothing: how much memory a rank holds at most, found without
-its devices.
+"""Dry-run a step of the real learner or critic to find a rank's peak memory without its devices.
 
-Tensors have shapes and no data (torch's FakeTensorMode), the other ranks are pretended (its fake process group), and
-torch's FSDPMemTracker adds up what is alive. Everything else is the ranks' own code. The optimiser's state is
-counted from its tensors: the tracker does not see what is there before it begins.
+Tensors have shapes but no data (torch's FakeTensorMode), the other ranks are simulated (its fake process group), and
+torch's FSDPMemTracker sums up live memory. Everything else is the ranks' own code. The optimiser's state is counted
+from its tensors, because the tracker does not see memory allocated before it starts.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ CPU = torch.device("cpu")
 
 
 def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
-    """What rank 0 of `ranks` holds at most during micro-batches of `rows` sequences of `width` tokens: in `total`, and
-    of it by the tracker's categories.
+    """Return the peak bytes of rank 0 of `ranks` during micro-batches of `rows` sequences of `width` tokens:
+    `total`, and its parts by the tracker's categories.
 
     `config` is a transformers config. Must run in a process without a process group.
     """
@@ -57,7 +56,7 @@ def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: 
 
 
 def critic_peak_bytes(config: Any, critic: CriticSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
-    """As `peak_bytes`, of a critic."""
+    """Return the same for a critic; see `peak_bytes`."""
     return _peak_bytes(lambda mesh: _critic(config, critic, mesh), critic, ranks, _batch(rows, width))
 
 
@@ -78,7 +77,7 @@ def _peak_bytes(
 
 
 def frozen_peak_bytes(config: Any, dtype: DType, ranks: int, rows: int, width: int) -> Mapping[str, int]:
-    """As `peak_bytes`, of the reference: passes without a gradient, with weights in `dtype`."""
+    """Return the same for the reference: passes without a gradient, with weights in `dtype`; see `peak_bytes`."""
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         mesh = mesh_of(CPU, ranks) if ranks > 1 else None
@@ -99,7 +98,7 @@ def _tracked(rank: TrainingRank, batch: PackedBatch) -> Mapping[str, int]:
     tracker = FSDPMemTracker(rank._model)
     with tracker:
         for number in range(MICRO_BATCHES):
-            tracker.reset_mod_stats()  # it takes one pass of each module at a time; its peak goes on
+            tracker.reset_mod_stats()  # it takes one pass of each module at a time; its peak is kept
             set_gradient_reduction(rank._model, alone=rank._alone, offload=False, last=number == MICRO_BATCHES - 1)
             rank._loss(batch)[0].backward()
     peak = _peak(tracker)
@@ -129,7 +128,7 @@ def _critic(config: Any, critic: CriticSpec, mesh: DeviceMesh) -> CriticRank:
 def _fill(
     rank: TrainingRank, training: TrainingSpec, mesh: DeviceMesh, network: PolicyNetwork, optimizer: AdamWSpec
 ) -> None:
-    """As its constructor does, but for the weights."""
+    """Initialise a rank like its constructor, except for the weights."""
     rank._training, rank._mesh, rank._alone = training, mesh, is_alone(mesh, offload=False)
     rank._policy, rank._model = network, network.model
     rank._optimizer = ShardedAdamW(rank._model, optimizer)
@@ -158,7 +157,7 @@ def _network(
     compute = TORCH_DTYPES[training.dtype] if exact == torch.float32 else exact
     if mesh is not None:
         shard(model, mesh, compute_dtype=compute, exact_head=exact_head)
-        # The tracker sees forward passes by the hooks of modules alone: the model's own method is the pass.
+        # The tracker sees forward passes only through module hooks: the model's own method is the pass.
         model.forward = getattr(model, INSIDE).__wrapped__
         setattr(model, INSIDE, model.__call__)
     model.to_empty(device=CPU)
@@ -168,7 +167,7 @@ def _network(
 
 
 def _batch(rows: int, width: int) -> PackedBatch:
-    """Sequences of one prompt token and a response that fills the width."""
+    """Return sequences of one prompt token and a response that fills the width."""
     tokens = np.zeros(width, dtype=np.int64)
     rollouts = tuple(
         Rollout(

@@ -1,4 +1,4 @@
-"""Work on one node of the cluster, whatever is on it."""
+"""Run work on a given node of the cluster, whatever else runs there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhfless.scaling.accelerators import NODE_LABEL
 
 
 def on_node(node: str, work: Callable[..., object], *arguments: object) -> Any:
-    """Run `work` on a node, in a process of its own that holds no device; returns Ray's reference to its result."""
+    """Run `work` on a node, in a separate process without devices, and return Ray's reference to its result."""
     options = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0, "max_calls": 1, "label_selector": {NODE_LABEL: node}}
     task: Any = ray.remote(**options)(work)  # type: ignore[call-overload]  # Ray's types know no labels
     return task.remote(*arguments)

@@ -1,4 +1,4 @@
-"""Errors of a lack of memory that name the phase, the plan's figure for it, and the memory that was seen."""
+"""Out-of-memory errors that name the phase, the plan's figure for it, and the observed memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from rlhfless.util.errors import UserError, first_line
 GIB = 2**30
 
 _TORCH = "OutOfMemoryError"
-"""The name of torch's error on a GPU: most processes that use this do not import torch, or later."""
+"""Name of torch's error on a GPU; most users of this module do not import torch, or import it later."""
 
 _TORCH_ON_CPU = "DefaultCPUAllocator: can't allocate memory"
-"""In the message of torch's error on a CPU, which is a RuntimeError."""
+"""Part of the message of torch's error on a CPU, a RuntimeError."""
 
 _ENGINE = re.compile(
     rf"(?:[^\n]*(?:OutOfMemoryError|{_TORCH_ON_CPU}|No available memory for the cache|KV cache is needed|"
     r"[Ff]ree memory on device|MemoryError)[^\n]*)"
 )
-"""vLLM 0.32's messages about a lack of memory when an engine starts (vllm/v1/core/kv_cache_utils.py,
-vllm/v1/worker)."""
+"""vLLM 0.32's out-of-memory messages at an engine's start (vllm/v1/core/kv_cache_utils.py, vllm/v1/worker)."""
 
 HINT = "`rlhfless plan`, or `POST /v1/runs:plan`, shows the phases and the nearest change that fits"
 
@@ -32,12 +31,12 @@ Planned = Mapping[str, int]
 
 
 class OutOfMemory(UserError):
-    """A device or a machine has too little memory for what the spec asks of it."""
+    """A device or a machine has too little memory for the spec."""
 
 
 @contextmanager
 def naming_memory_errors(function: str, phase: str, planned: Planned) -> Iterator[None]:
-    """Within the block a lack of memory is an OutOfMemory that names the phase, the plan's figure and what was seen."""
+    """Convert memory errors in the block to OutOfMemory with the phase, the plan's figure and the observed memory."""
     try:
         yield
     except Exception as error:
@@ -47,15 +46,15 @@ def naming_memory_errors(function: str, phase: str, planned: Planned) -> Iterato
 
 
 def engine_fault(trace: str, planned: Planned) -> OutOfMemory | None:
-    """The lack of memory that ended an engine's process with this trace; None if it ended for another reason."""
-    lines = [line for line in _ENGINE.findall(trace) if " INFO " not in line]  # which tell how much there was
+    """Return the OutOfMemory that ended an engine's process with this traceback, or None."""
+    lines = [line for line in _ENGINE.findall(trace) if " INFO " not in line]  # INFO lines report how much there was
     if not lines:
         return None
     return OutOfMemory(message("generation", "generate", planned, lines[-1].strip()))
 
 
 def message(function: str, phase: str, planned: Planned, what: str) -> str:
-    """The message of a lack of memory: where it occurred, the plan's figure, and how to correct it."""
+    """Return the message of an out-of-memory error: where it occurred, the plan's figure, and how to correct it."""
     figure = (
         f"the memory plan counts {planned[phase] / GIB:.2f} GiB for it" if phase in planned else "it was not planned"
     )
@@ -63,7 +62,7 @@ def message(function: str, phase: str, planned: Planned, what: str) -> str:
 
 
 def memory_seen() -> str:
-    """The most memory that this process has held, on its GPU or else of the machine."""
+    """Describe this process's peak memory, on its GPU or else of the machine."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()

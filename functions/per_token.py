@@ -1,7 +1,5 @@
-"""A function that computes a per-token output of complete groups, such as reference logprobs.
-
-Holds its controller, rank actors, settings, and the protocol of a rank's worker.
-"""
+"""A function that computes a per-token output of complete groups, such as reference logprobs: its controller, its
+ranks, their settings, and the interface of a rank's worker."""
 
 from __future__ import annotations
 
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerTokenSettings(DistributedSettings):
-    """Settings of a replica."""
-
     function: str
     worker: str
     """Import path of a PerTokenWorker."""
@@ -43,36 +39,36 @@ class PerTokenSettings(DistributedSettings):
     logits_elements: int | None = None
     """See OutputHead.chunk_elements."""
     own: Any = None
-    """A user function's own section of the spec."""
+    """The spec section of a user-defined function."""
     import_paths: tuple[str, ...] = ()
-    """Folders to import the worker from: the driver's own `sys.path`."""
+    """Folders from which to import the worker: the driver's `sys.path`."""
 
 
 class PerTokenWorker(Protocol):
     """One rank of a function that computes a per-token output."""
 
     def __init__(self, settings: PerTokenSettings, threads: int, mesh: DeviceMesh | None) -> None:
-        """Load the model; with a mesh, this rank's shard, and then *collective*."""
+        """Load the model, or with a mesh this rank's part of it (*Collective*)."""
         ...
 
     def kept_on_device(self) -> Iterable[torch.Tensor]:
-        """Return all tensors on the device between two calls. They are offloaded while the function sleeps."""
+        """Return all tensors on the device between two calls; they are offloaded while the function sleeps."""
         ...
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
-        """Return the output `[tokens]` of the whole batch, 0 on tokens that were not generated. *Collective*.
+        """Compute the output `[tokens]` of the whole batch, 0 on tokens that were not generated. *Collective*.
 
-        Also returns the prompt tokens that this rank did not compute because of a shared prefix.
+        Also returns the number of prompt tokens that this rank skipped because of a shared prefix.
         """
         ...
 
 
 PHASE = "logprobs"
-"""Phase in the memory plan."""
+"""Phase of the memory plan."""
 
 
 class PerTokenActor(RankActor[PerTokenSettings]):
-    """One rank. Rank 0 returns the values of all ranks."""
+    """One rank; rank 0 returns the values of all ranks."""
 
     def _load(self, address: str) -> None:
         from rlhfless.functions.sharding import join_frozen
@@ -88,14 +84,14 @@ class PerTokenActor(RankActor[PerTokenSettings]):
         return self._worker.kept_on_device()
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
-        """Run PerTokenWorker.compute; return its values only on rank 0. *Collective.*"""
+        """Run the worker's `compute`; the values are None on all ranks but 0. *Collective.*"""
         with self._at_work(PHASE):
             values, shared_tokens = self._worker.compute(batch)
         return None if self._number else values, shared_tokens
 
 
 class PerTokenFunction(DistributedFunction):
-    """A replica, split over its ranks."""
+    """One replica, split over its ranks."""
 
     actor = PerTokenActor
 
@@ -105,7 +101,7 @@ class PerTokenFunction(DistributedFunction):
 
     @staticmethod
     def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> PerTokenSettings:
-        """Return a replica's settings for an allocation with bound devices."""
+        """Return the settings of a replica for an allocation with bound devices."""
         spec = launch.spec
         return PerTokenSettings(
             run_id=launch.run_id,
@@ -127,5 +123,5 @@ class PerTokenFunction(DistributedFunction):
 
     @admitted
     async def compute(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
-        """Return the output `[tokens]` of a packed batch; 0 on tokens that were not generated."""
+        """Compute the output `[tokens]` of a packed batch; 0 on tokens that were not generated."""
         return await self._per_token(batch)

@@ -2,21 +2,21 @@
 
 The learner and the reference function share this path, so that their logprobs differ by the weights alone.
 
-How a batch is forwarded. It is cut into micro-batches within a budget of tokens (rlhfless.functions.batching). Either
-each is padded on the right: under causal attention nothing looks to the right, so no attention mask is built and the
-kernel's own causal path is taken. Or it is one row without padding, in which prefixes that sequences share are computed
-once (rlhfless.functions.prefix_attention); on GPUs with FlashAttention it always is.
-The last token of a sequence predicts nothing and is not fed. The output head runs only where a response token is
-predicted (rlhfless.functions.lm_head).
+Forward passes: a batch is cut into micro-batches within a token budget (rlhfless.functions.batching). A micro-batch
+is either padded on the right: under causal attention nothing looks to the right, so no attention mask is built and
+the kernel's own causal path is used. Or it is one row without padding that computes shared prefixes once
+(rlhfless.functions.prefix_attention); with FlashAttention on GPUs it always is. The last token of a sequence
+predicts nothing and is not fed. The output head runs only where a response token is predicted
+(rlhfless.functions.lm_head).
 
-Invariants: a token's logprob depends on its own sequence only (not on its neighbours, order or padding), up
-to the rounding of differently shaped matrix products. Dropout is off, always: a ratio of two passes would
-be noise.
+Invariants: a token's logprob depends only on its own sequence (not on its neighbours, order or padding), up to the
+rounding of differently shaped matrix products. Dropout is always off: otherwise the ratio of two passes would be
+noise.
 
-Deliberately not here: encoder-decoders, bidirectional attention, and heads that are more than a linear
-layer with a scale or a soft cap. `load_policy` compares its own logits with the model's and refuses what
-differs. Where torch's fused attention ignores a part of the model's (a soft cap, sinks), the model's own `eager`
-attention is used, without packing.
+Not supported: encoder-decoders, bidirectional attention, and heads that are more than a linear layer with a scale or
+a soft cap. `load_policy` compares its own logits with the model's and refuses models that differ. If torch's fused
+attention ignores a part of the model's attention (a soft cap, sinks), the model's own `eager` attention is used,
+without packing.
 """
 
 from __future__ import annotations
@@ -67,17 +67,19 @@ from rlhfless.util.errors import first_line
 log = logging.getLogger(__name__)
 
 CHECK_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Difference of two passes with the same weights that rounding explains, relative to the largest logit."""
+"""Difference between two passes with the same weights that rounding explains, relative to the largest logit."""
 
 EAGER_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
-"""Difference of hidden states between two kinds of attention that rounding explains. Those of few digits are rounded
-anew in each layer; their forms are compared in float32 (rlhfless.functions.attention_form)."""
+"""Difference of hidden states between two attention implementations that rounding explains. Low-precision hidden
+states are rounded again in each layer, so the attention forms are compared in float32
+(rlhfless.functions.attention_form)."""
 
 SMALL_WINDOW = 128
-"""Sliding windows of so many tokens are crossed when attentions are compared; others would take a long pass."""
+"""Sliding windows up to this many tokens are crossed when attentions are compared; larger ones would need a long
+pass."""
 
 SHARING_CHECK_TOKENS = LEAST_SAVED_TOKENS + 8
-"""Enough that the prefix of two sequences is shared."""
+"""Long enough for two sequences to share their prefix."""
 
 NOT_SHARED: Mapping[str, Any] = MappingProxyType({})
 """The layout of a pass without shared prefixes."""
@@ -91,49 +93,49 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class PolicyNetwork:
-    """A causal language model, taken apart into decoder and head."""
+    """A causal language model, split into decoder and head."""
 
     model: PreTrainedModel
     decoder: torch.nn.Module
     head: OutputHead
     device: torch.device
     compute_dtype: torch.dtype
-    """Format of matrix products."""
+    """Dtype of matrix products."""
     mesh: DeviceMesh | None = None
     """All ranks of the process group, over which its parameters are split; None if they are not split."""
     packing: Packing = NEVER
-    """Where sequences are packed in one row, in which prefixes that they share are computed once."""
+    """When to pack sequences into one row that computes shared prefixes once."""
 
     varlen: bool = False
     """Every pass is a row of sequences without padding, computed by FlashAttention."""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that it knows."""
+        """Size of the vocabulary."""
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.weight.shape[0])
 
     def hidden_states(self, tokens: torch.Tensor, **shared: Any) -> torch.Tensor:
-        """`tokens` [batch, width], padded on the right -> [batch, width, hidden]. For a packed row `shared` has its
-        `packed_row`."""
+        """Map `tokens` [batch, width], padded on the right, to [batch, width, hidden]. For a packed row, `shared`
+        has its `packed_row`."""
         output = self.decoder(input_ids=tokens, use_cache=False, **shared)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
     def inside(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`function(*arguments)` as one forward pass: each group of a sharded model is gathered once in it.
+        """Run `function(*arguments)` as one forward pass, gathering each group of a sharded model once.
+        *Collective*.
 
-        Tensors that a gradient is to flow from must be in its result, alone or in a tuple. *Collective*.
+        Tensors that a gradient must flow from must be in its result, alone or in a tuple.
         """
         return function(*arguments) if self.mesh is None else getattr(self.model, sharding.INSIDE)(function, *arguments)
 
     def in_step(self, parts: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Micro-batches, and as many empty ones after them as it takes for all ranks to have the same number.
-        *Collective*."""
+        """Append empty micro-batches until all ranks have the same number. *Collective*."""
         return [*parts, *[NO_SEQUENCES] * (self.most(len(parts)) - len(parts))]
 
     def most(self, count: int) -> int:
-        """The largest of all ranks' counts. *Collective*."""
+        """Return the largest of all ranks' counts. *Collective*."""
         if self.mesh is None or self.mesh.size() == 1:
             return count
         largest = torch.tensor(count, device=self.device)
@@ -141,7 +143,7 @@ class PolicyNetwork:
         return int(largest)
 
     def settle(self) -> None:
-        """Free the parameters that passes have gathered, before the shards are written to. *Collective*."""
+        """Free the gathered parameters, before the shards are written to. *Collective*."""
         if self.mesh is not None:
             sharding.settle(self.model)
 
@@ -151,21 +153,21 @@ class ResponseLogprobs:
     """Values of the response tokens of a batch, in its order."""
 
     logprobs: torch.Tensor  # [response tokens], float32
-    entropy: torch.Tensor  # [response tokens], float32, nats; with a gradient only if it was asked for
+    entropy: torch.Tensor  # [response tokens], float32, nats; with a gradient only if requested
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Which model is made of a checkpoint's files."""
+    """How to build a model from a checkpoint's files."""
 
     auto: Any
-    """transformers' class that makes it."""
+    """The transformers class that builds it."""
     key: str
-    """The key of the spec that names the files."""
+    """The spec key that names the files."""
     head: Callable[[Any, int | None], OutputHead]
     """Finds its head; takes OutputHead.chunk_elements."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Values of its configuration that differ from the files'."""
+    """Configuration values that override the files'."""
     new_head: bool = False
     """See `load_whole`."""
 
@@ -188,16 +190,21 @@ def load_policy(
     compiled: bool = False,
     form: Form = POLICY,
 ) -> PolicyNetwork:
-    """Load `spec.path` in Hugging Face format, without dropout, to `device` (`sharding.default_device` if None). With
-    `share_prefixes` sequences are packed where that pays, if its attention and the device's kernels allow
-    that. `logits_elements`: see OutputHead.chunk_elements. `compiled`: see compile_layers.
+    """Load `spec.path` in Hugging Face format, without dropout, to `device`. *Collective* with a mesh.
 
-    `form`: which model of the files it is. `mesh`: split its parameters over these ranks; each reads its own parts of
-    the files. Without one, both formats must be the same. `offload` and `exact_head`: see sharding.shard. *Collective*
-    with a mesh.
+    Args:
+        device: `sharding.default_device` if None.
+        mesh: split the parameters over these ranks; each reads its own parts of the files. Without a mesh, both dtypes
+            must be the same.
+        offload: see sharding.shard.
+        exact_head: see sharding.shard.
+        share_prefixes: pack sequences where that pays, if the model's attention and the device's kernels allow it.
+        logits_elements: see OutputHead.chunk_elements.
+        compiled: see compile_layers.
+        form: how to build the model from the files.
 
-    Raises InputError if weights are missing, odd or not finite; ValueError if this module's logits differ from the
-    model's own, or for two formats without a mesh; and whatever transformers raises for a path that it cannot read.
+    Raises InputError if weights are missing, malformed or not finite; ValueError if this module's logits differ from
+    the model's own, or for two dtypes without a mesh; and transformers' errors for an unreadable path.
     """
     if mesh is None and parameter_dtype != compute_dtype:
         raise ValueError(f"{parameter_dtype} parameters computing in {compute_dtype} need a mesh: its groups cast them")
@@ -249,7 +256,7 @@ def policy_of(
     logits_elements: int | None = None,
     head: Callable[[Any, int | None], OutputHead] = output_head,
 ) -> PolicyNetwork:
-    """The parts of a model that is on `device`. `logits_elements`: see OutputHead.chunk_elements."""
+    """Return the network of a model that is on `device`. `logits_elements`: see OutputHead.chunk_elements."""
     decoder = model.get_decoder()
     if decoder is model:  # transformers does not find that of Llama 4's text model
         decoder = model.model
@@ -257,9 +264,9 @@ def policy_of(
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Keep the inputs of the layers alone for the backward pass, which computes the rest anew."""
+    """Keep only the layers' inputs for the backward pass, which recomputes the rest."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()  # checkpointing is tied to training mode, which without dropout changes nothing else
+    model.train()  # checkpointing requires training mode, which without dropout changes nothing else
 
 
 def _place(model: Any, device: torch.device, *, offload: bool) -> None:
@@ -273,7 +280,7 @@ def _place(model: Any, device: torch.device, *, offload: bool) -> None:
 
 
 Outputs = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-"""(hidden states [positions, hidden], the tokens after them [positions]) -> tensors [positions]: a head."""
+"""A head: (hidden states [positions, hidden], their next tokens [positions]) -> tensors [positions]."""
 
 
 def response_logprobs(
@@ -284,13 +291,13 @@ def response_logprobs(
     *,
     entropy_gradient: bool = False,
 ) -> ResponseLogprobs:
-    """Logprobs at `temperature` of all response tokens of `batch`; see `response_outputs`."""
+    """Return logprobs at `temperature` of all response tokens of `batch`; see `response_outputs`."""
     outputs = logprob_outputs(policy, temperature, "gradient" if entropy_gradient else "value")
     return ResponseLogprobs(*response_outputs(policy, batch, outputs, packed))
 
 
 def logprob_outputs(policy: PolicyNetwork, temperature: float, entropy: Entropy = "none") -> Outputs:
-    """The head that gives logprobs at `temperature`, and entropies if they are asked for."""
+    """Return the head that computes logprobs at `temperature`, and entropies if requested."""
     compute = head_logprobs
     if policy.head.fused:
         from rlhfless.functions.head_kernels import fused_logprobs as compute  # imports triton
@@ -300,12 +307,12 @@ def logprob_outputs(policy: PolicyNetwork, temperature: float, entropy: Entropy 
 def response_outputs(
     policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, packed: PackedSegments | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """What a head gives `[response tokens]` for all response tokens of `batch`, each from the tokens before it, in one
-    forward pass: one micro-batch. With `packed`, the layout of its sequences but for their last tokens, prefixes that
-    they share are computed once.
+    """Return a head's outputs `[response tokens]` for all response tokens of `batch`, in one forward pass.
 
-    The gradient flows to the parameters unless it is switched off outside. Without responses one token is run, and
-    nothing is returned of it: a rank of a sharded model takes part in every pass, and in its backward pass.
+    The batch is one micro-batch. With `packed`, the layout of its sequences without their last tokens, shared
+    prefixes are computed once. Gradients flow to the parameters unless disabled by the caller. Without responses a
+    single token is run and the outputs are empty: each rank of a sharded model must take part in every pass and its
+    backward pass.
     """
     if not batch.response_mask.any():
         token = torch.zeros(1, dtype=torch.int64, device=policy.device)
@@ -321,8 +328,7 @@ def response_outputs(
 
 
 def _padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fed tokens `[sequences, width]`, and the flat positions `[response tokens]` from which responses are
-    predicted."""
+    """Return the fed tokens `[sequences, width]`, and the flat positions `[response tokens]` that predict responses."""
     width = int(batch.lengths.max()) - 1
     fed = batch.positions < batch.lengths[batch.sequence_id] - 1
     flat = batch.sequence_id * width + batch.positions
@@ -333,9 +339,9 @@ def _padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _in_one_row(batch: PackedBatch, packed: PackedSegments) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_padded`, in a row `[1, width]` of this layout."""
+    """Return the same for a row `[1, width]` of this layout."""
     fed = batch.tokens[batch.positions < batch.lengths[batch.sequence_id] - 1]
-    # A sequence's first token is never drawn, so the token before a drawn one is in its own sequence, and fed.
+    # A sequence's first token is never generated, so the token before a generated one is in its own sequence, and fed.
     before = np.flatnonzero(batch.response_mask) - batch.sequence_id[batch.response_mask] - 1
     return torch.from_numpy(fed[packed.source])[None], torch.from_numpy(packed.index[before])
 
@@ -348,31 +354,31 @@ def _passed(
     outputs: Outputs,
     shared: Mapping[str, Any] = NOT_SHARED,
 ) -> tuple[torch.Tensor, ...]:
-    """`tokens` [batch, width] -> `outputs` of `targets` [response tokens], which the flat positions `predictors`
-    [response tokens] predict. `shared`: see PolicyNetwork.hidden_states."""
+    """Map `tokens` [batch, width] to `outputs` of `targets` [response tokens], predicted at the flat positions
+    `predictors` [response tokens]. `shared`: see PolicyNetwork.hidden_states."""
     hidden = policy.hidden_states(tokens, **shared).flatten(0, 1).index_select(0, predictors)
     first, *others = outputs(hidden, targets)
-    return first.clone(), *others  # FSDP hangs its hook on the result, and warns of views
+    return first.clone(), *others  # FSDP hooks the result, and warns about views
 
 
 @torch.no_grad()
 def token_logprobs(
     policy: PolicyNetwork, batch: PackedBatch, temperature: float, micro_batch_tokens: int
 ) -> FloatArray:
-    """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient. *Collective* if
-    the policy is sharded."""
+    """Return old or reference logprobs `[tokens]` at `temperature`, 0 on prompt tokens, without a gradient.
+    *Collective* if the policy is sharded."""
     return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, packing=policy.packing))
 
 
 def logprobs_of(policy: PolicyNetwork, batch: PackedBatch, temperature: float, parts: MicroBatches) -> FloatArray:
-    """As `token_logprobs`, in these micro-batches."""
+    """Return the same as `token_logprobs`, in these micro-batches."""
     return outputs_of(policy, batch, logprob_outputs(policy, temperature), parts.parts)
 
 
 @torch.no_grad()
 def outputs_of(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, parts: Sequence[MicroBatch]) -> FloatArray:
-    """The first output of a head in these micro-batches: `[tokens]`, 0 on prompt tokens and on the sequences of no
-    micro-batch, without a gradient. *Collective* if the network is sharded."""
+    """Return the first output of a head `[tokens]`, without a gradient; 0 on prompt tokens and on sequences in no
+    micro-batch. *Collective* if the network is sharded."""
     values = torch.zeros(len(batch.tokens), dtype=torch.promote_types(policy.compute_dtype, torch.float32)).numpy()
     for micro_batch in policy.in_step(parts):
         part = select(batch, micro_batch.indices)
@@ -391,8 +397,8 @@ def _switch_off_dropout(config: PretrainedConfig) -> None:
 
 @torch.no_grad()
 def _choose_attention(policy: PolicyNetwork, path: str) -> None:
-    """Use the model's own `eager` attention where torch's fused one ignores a part of its form, or gives other logits.
-    *Collective.*"""
+    """Use the model's own `eager` attention if torch's fused attention ignores a part of its form or gives other
+    logits. *Collective.*"""
     model, tokens, reason = policy.model, _check_tokens(policy), ""
     if is_fused(model) and model.is_backend_compatible():
         reason = ignored_by_sdpa(model, lambda: policy.inside(policy.hidden_states, tokens))
@@ -415,7 +421,7 @@ def _choose_attention(policy: PolicyNetwork, path: str) -> None:
 
 
 def _check_tokens(policy: PolicyNetwork) -> torch.Tensor:
-    """A few tokens `[1, tokens]`; more than a sliding window, if that is a small one."""
+    """Return a few tokens `[1, tokens]`, exceeding the sliding window if it is small."""
     config = policy.model.config.get_text_config()
     windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
     count = max([8, *(window + 4 for window in windows if window <= SMALL_WINDOW)])
@@ -424,8 +430,8 @@ def _check_tokens(policy: PolicyNetwork) -> torch.Tensor:
 
 @torch.no_grad()
 def _check_against_model(policy: PolicyNetwork, path: str) -> None:
-    """The model's own outputs for a few tokens against ours, ours with padding on the right: of all positions, or of
-    the last one alone for a model that scores sequences."""
+    """Compare the model's own outputs for a few tokens with ours, padded on the right: at all positions, or only at
+    the last one for a model that scores sequences. Raises ValueError if they differ."""
     tokens = _check_tokens(policy)
     padded = torch.nn.functional.pad(tokens, (0, 4))
     with _without_padding_token(policy.model.config):
@@ -443,7 +449,7 @@ def _check_against_model(policy: PolicyNetwork, path: str) -> None:
 
 
 def _can_fuse_head(policy: PolicyNetwork, path: str, dtype: torch.dtype) -> bool:
-    """Whether the kernels of the fused head give what the plain one does on the GPUs of all ranks. *Collective.*"""
+    """Return whether the fused head matches the plain one on the GPUs of all ranks. *Collective.*"""
     if policy.device.type != "cuda":
         return False
     reason = ""
@@ -452,7 +458,7 @@ def _can_fuse_head(policy: PolicyNetwork, path: str, dtype: torch.dtype) -> bool
 
         if not (difference := fused_difference(policy.head, policy.device, dtype)) <= CHECK_TOLERANCE[dtype]:
             reason = f"its outputs or gradients differ by {difference:.2g} of the largest"
-    except Exception as error:  # Triton compiles here, and what it raises is of several kinds
+    except Exception as error:  # Triton compiles here and raises several kinds of errors
         reason = f"{type(error).__name__}: {first_line(error)}"
     if policy.most(bool(reason)):
         log.warning("model %r: plain output head; fused kernels: %s", path, reason or "refused on another rank")
@@ -462,7 +468,7 @@ def _can_fuse_head(policy: PolicyNetwork, path: str, dtype: torch.dtype) -> bool
 
 @contextmanager
 def _without_padding_token(config: Any) -> Iterator[None]:
-    """Within the block a model that scores one sequence scores its last token, even if that is one that pads."""
+    """Make a model that scores a sequence use its last token, even if that is the padding token, within the block."""
     configs = {id(each): each for each in (config, config.get_text_config())}.values()
     kept = [(each, each.pad_token_id) for each in configs if hasattr(each, "pad_token_id")]
     try:
@@ -475,7 +481,7 @@ def _without_padding_token(config: Any) -> Iterator[None]:
 
 
 def _on_gpus(config: PretrainedConfig) -> Packing:
-    """Where packing pays on GPUs: always as rows, and for prefixes by the model's sizes."""
+    """Return when to pack on GPUs: rows always, and prefixes depending on the model's sizes."""
     try:
         return Packing(math.inf, ModelShape.of_config(config.get_text_config().to_dict()).token_keys)
     except UnknownShape as error:
@@ -485,8 +491,8 @@ def _on_gpus(config: PretrainedConfig) -> Packing:
 
 @torch.no_grad()
 def _can_pack(policy: PolicyNetwork, path: str) -> bool:
-    """Whether the model can be computed in packed rows, on every rank: the kernels against plain attention, and two
-    sequences with a common prefix against the padded pass. Gives it the attention of packed rows. *Collective.*"""
+    """Return whether all ranks can compute the model in packed rows, and set that attention: checks the kernels
+    against plain attention, and two sequences with a common prefix against the padded pass. *Collective.*"""
     if not policy.model.is_backend_compatible():
         log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
         return False
@@ -503,13 +509,13 @@ def _can_pack(policy: PolicyNetwork, path: str) -> bool:
 
 
 def _kernel_problem(policy: PolicyNetwork) -> str:
-    """What is wrong with the kernels of packed rows on this device; empty if nothing."""
+    """Return the problem with the kernels of packed rows on this device; empty if none."""
     if not packed_rows_take(policy.device, policy.compute_dtype):
         return "FlashAttention takes bfloat16 and float16"
     head = head_width(policy.model.config)
     try:
         wrong = packed_difference(policy.device, policy.compute_dtype, varlen=policy.varlen, head=head)
-    except RuntimeError as error:  # such as a GPU, a format or a width of heads that the kernel is not made for
+    except RuntimeError as error:  # such as a GPU, a dtype or a head dimension that the kernel does not support
         return first_line(error)
     if not wrong <= CHECK_TOLERANCE[policy.compute_dtype]:
         return (
@@ -520,7 +526,7 @@ def _kernel_problem(policy: PolicyNetwork) -> str:
 
 
 def _packing_problem(policy: PolicyNetwork) -> str:
-    """How two sequences in a packed row differ from the padded pass; empty if they do not. *Collective.*"""
+    """Return how two sequences in a packed row differ from the padded pass; empty if they do not. *Collective.*"""
     rows = torch.arange(1, SHARING_CHECK_TOKENS + 1).remainder(policy.vocabulary).repeat(2, 1)
     rows[1, -2:] = rows[1, -2:].add(1).remainder(policy.vocabulary)
     layout = SharingSequences(rows.flatten().numpy(), np.full(len(rows), rows.shape[1])).pack(np.arange(len(rows)))

@@ -1,16 +1,17 @@
-"""Prefix-grouped attention: a packed row of tokens in which each shared prefix lies once (rlhfless.prefixes.packing).
+"""Prefix-grouped attention: a packed row of tokens that contains each shared prefix once
+(rlhfless.prefixes.packing).
 
-Exact, by the identity on which flash and ring attention rest (Dao et al. 2022, arXiv 2205.14135; Liu et al. 2023, arXiv
-2310.01889): softmax attention over the union of disjoint sets of keys is the mean of the attentions over each, weighted
-by exp(logsumexp of their scores). The sets here are a token's own segment, causally, and each prefix that its segment
-comes after, as a whole. The backward pass calls the same kernels' own backward with the output and the logsumexp of the
-union, which makes their probabilities those of the union; so keys and values of a prefix get the gradient of all that
-attend to them.
+Exact, by the identity behind flash and ring attention (Dao et al. 2022, arXiv 2205.14135; Liu et al. 2023, arXiv
+2310.01889): softmax attention over the union of disjoint sets of keys is the mean of the attentions over each,
+weighted by exp(logsumexp of their scores). The sets here are a token's own segment, causally, and each prefix before
+its segment, as a whole. The backward pass calls the same kernels' backward with the output and the logsumexp of the
+union, which makes their probabilities those of the union; keys and values of a prefix thus get the gradient of all
+tokens that attend to them.
 
-On GPUs all parts run in FlashAttention over sequences of different lengths, without padding, copies of KV heads or
-copies of queries: own segments in one call, and the prefixes of each depth in one more. On a CPU they run in torch's
-fused kernel, segments of similar length together. Models reach this module through the attention interface of
-transformers, under NAME: without a layout it is torch's scaled dot product attention as always.
+On GPUs all parts run in variable-length FlashAttention, without padding or copies of KV heads or queries: one call
+for own segments, and one more for the prefixes of each depth. On a CPU they run in torch's fused kernel, grouping
+segments of similar length. Models reach this module through transformers' attention interface, under NAME: without a
+layout it is torch's ordinary scaled dot product attention.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from rlhfless.functions.attention_kernels import (
 from rlhfless.prefixes.packing import PackedSegments
 
 NAME = "rlhfless_shared_prefixes"
-"""The name of this attention in a model's configuration."""
+"""Name of this attention in a model's configuration."""
 
 _OTHER_FORMS = ("softcap", "s_aux", "sliding_window", "position_bias")
-"""Arguments by which models ask for another attention than softmax over all earlier tokens."""
+"""Arguments with which models request another attention than softmax over all earlier tokens."""
 
 
 class SharingUnsupported(Exception):
@@ -51,7 +52,7 @@ class PrefixLayout:
 
     tokens: int
     buckets: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """(index [segments, width] of each token of the segments, valid [segments * width] of those that are no padding)"""
+    """(index [segments, width] of each token of the segments, valid [segments * width]: not padding)"""
     shared: tuple[tuple[slice, slice], ...]
     """(own tokens, tokens that attend to them) of each prefix."""
 
@@ -66,10 +67,13 @@ class PrefixLayout:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`query` [1, heads, tokens, head], `key` and `value` [1, KV heads, tokens, head] -> output [1, heads, tokens,
-        head], log-sum-exp [1, heads, tokens]."""
+        """Compute attention over the layout.
+
+        `query` [1, heads, tokens, head], `key` and `value` [1, KV heads, tokens, head] -> output [1, heads, tokens,
+        head], log-sum-exp [1, heads, tokens].
+        """
         wide = torch.promote_types(query.dtype, torch.float32)
-        # In memory by tokens: the model's next product reads it so, and then keeps no copy.
+        # Token-major in memory: the model's next product reads it that way and then keeps no copy.
         output = torch.empty_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
         output = output.transpose(1, 2)
         keys, values = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
@@ -93,8 +97,8 @@ class PrefixLayout:
     def attend_backward(
         self, gradient: torch.Tensor, saved: Sequence[torch.Tensor], scale: float
     ) -> tuple[torch.Tensor, ...]:
-        """`gradient` of the output, `saved` (query, key, value, output, log-sum-exp) -> gradients of query, key and
-        value."""
+        """Return the gradients of query, key and value from the `gradient` of the output and `saved` (query, key,
+        value, output, log-sum-exp)."""
         query, key, value, output, logsumexp = saved
         groups = (key.shape[1], query.shape[1] // key.shape[1])
         keys, values = (repeat_kv(tensor, groups[1]) for tensor in (key, value))
@@ -120,11 +124,11 @@ class PrefixLayout:
 @dataclass(frozen=True, slots=True)
 class SharedDepth:
     """The prefixes of one depth, to which disjoint parts of the row attend. A part that attends to no prefix of this
-    depth has one key, so that no sequence is empty, and is `idle`."""
+    depth gets one key, so that no sequence is empty, and is marked `idle`."""
 
     queries: Pieces
     keys: Pieces
-    source: torch.Tensor  # [keys], where each key lies in the row
+    source: torch.Tensor  # [keys], position of each key in the row
     idle: torch.Tensor  # [tokens], bool
 
 
@@ -146,8 +150,11 @@ class VarlenLayout:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`query` [tokens, heads, head], `key` and `value` [tokens, KV heads, head] -> output [tokens, heads, head],
-        log-sum-exp [heads, tokens]."""
+        """Compute attention over the layout.
+
+        `query` [tokens, heads, head], `key` and `value` [tokens, KV heads, head] -> output [tokens, heads, head],
+        log-sum-exp [heads, tokens].
+        """
         output, logsumexp = attend_varlen(query, key, value, self.own, self.own, scale=scale, causal=True)
         for level in self.levels:
             k, v = key[level.source], value[level.source]
@@ -161,8 +168,8 @@ class VarlenLayout:
     def attend_backward(
         self, gradient: torch.Tensor, saved: Sequence[torch.Tensor], scale: float
     ) -> tuple[torch.Tensor, ...]:
-        """`gradient` of the output, `saved` (query, key, value, output, log-sum-exp) -> gradients of query, key and
-        value."""
+        """Return the gradients of query, key and value from the `gradient` of the output and `saved` (query, key,
+        value, output, log-sum-exp)."""
         query, key, value, output, logsumexp = saved
         q_sum, k_sum, v_sum = attend_varlen_backward(
             gradient, query, key, value, output, logsumexp, self.own, self.own, scale=scale, causal=True
@@ -180,7 +187,7 @@ class VarlenLayout:
 
 
 def _level(prefixes: list[tuple[int, int, int]], tokens: int, device: torch.device) -> SharedDepth:
-    """`prefixes`: (start, stop, end) as in PackedSegments.shared, ascending."""
+    """Build one depth from `prefixes`, (start, stop, end) as in PackedSegments.shared, ascending."""
     queries, source, idle, at = list[int](), [], np.ones(tokens, bool), 0
     for start, stop, end in [*prefixes, (0, tokens, tokens)]:
         for first, last, attended in ((at, stop, np.array([at])), (stop, end, np.arange(start, stop))):
@@ -198,17 +205,18 @@ def _level(prefixes: list[tuple[int, int, int]], tokens: int, device: torch.devi
 
 
 def packed_row(packed: PackedSegments, device: torch.device, *, varlen: bool) -> dict[str, Any]:
-    """The arguments with which a decoder, whose attention is NAME, forwards a row of tokens in this layout."""
+    """Return the arguments with which a decoder with attention NAME forwards a row of tokens in this layout."""
     return {
         "position_ids": torch.from_numpy(packed.positions)[None].to(device),
         "prefix_layout": (VarlenLayout if varlen else PrefixLayout).of(packed, device),
-        # transformers takes a mask of four dimensions as it is, and makes none; this attention looks at the layout.
+        # transformers uses a four-dimensional mask as is and creates none; this attention only uses the layout.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
     }
 
 
 def _alike(segments: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """The segments, by the two leading bits of their length: padding is at most half of a bucket's tokens."""
+    """Yield the segments grouped by the two leading bits of their length: padding is at most half of a bucket's
+    tokens."""
     alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for segment in segments:
         bits = (segment[1] - 1).bit_length()
@@ -217,7 +225,8 @@ def _alike(segments: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]
 
 
 def _bucket(segments: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padding repeats a segment's last token: causal attention does not look at it, and its gradient is 0."""
+    """Return a bucket of segments. Padding repeats a segment's last token: causal attention ignores it, and its
+    gradient is 0."""
     start, tokens = np.array(segments).T[:, :, None]
     run = np.arange(tokens.max())
     index = torch.from_numpy(start + np.minimum(run, tokens - 1)).to(device)
@@ -233,10 +242,10 @@ def shared_prefix_attention(
     prefix_layout: PrefixLayout | VarlenLayout | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: `query` [1, heads, tokens, head], `key` and `value` [1, KV heads, tokens,
-    head] -> [1, tokens, heads, head].
+    """Compute attention for transformers' attention interface.
 
-    Raises SharingUnsupported for a layout and an attention that is more than softmax over all earlier tokens.
+    `query` [1, heads, tokens, head], `key` and `value` [1, KV heads, tokens, head] -> [1, tokens, heads, head].
+    Raises SharingUnsupported for a layout with attention that is more than softmax over all earlier tokens.
     """
     if prefix_layout is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
@@ -260,8 +269,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class _UnionAttention(torch.autograd.Function):
-    """Attention over a layout, [1, heads, tokens, head] or [tokens, heads, head] as its `attend` takes them. Keeps what
-    torch's own attention keeps for the backward pass, and no copies of KV heads."""
+    """Attention over a layout, [1, heads, tokens, head] or [tokens, heads, head] as its `attend` takes them. Keeps
+    the same tensors as torch's own attention for the backward pass, and no copies of KV heads."""
 
     @staticmethod
     def forward(
@@ -283,5 +292,5 @@ class _UnionAttention(torch.autograd.Function):
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[1, heads, tokens, head], `index` [segments, width] -> [segments, heads, width, head]."""
+    """Gather [1, heads, tokens, head] by `index` [segments, width] into [segments, heads, width, head]."""
     return tensor[0][:, index].transpose(0, 1)

@@ -1,14 +1,14 @@
-"""The ranks of a function, and a model whose parameters are split over them by FSDP2 (`fully_shard`; Zhao et al.,
-PyTorch FSDP, arXiv 2304.11277).
+"""The ranks of a function, and a model whose parameters are split over them by FSDP2 (`fully_shard`).
 
-Each decoder layer is a group of its own; the embeddings, which may be tied to the head, the last norm and the head are
-in the root's group. A group is gathered before its forward and backward pass and freed after it; gradients are summed
-into shards. The mesh may have a second dimension (HSDP, the paper's hybrid sharding): then neighbouring ranks split the
-parameters, each set of such ranks holds a copy, and gradients are added up between the sets once, after the last
-micro-batch. One rank takes the same path. It keeps what it has gathered until `settle`, and sums the gradients of a
-step before it reduces them: with no other rank to share with, freeing and gathering again would only copy.
+See Zhao et al., PyTorch FSDP, arXiv 2304.11277. Each decoder layer is a group; the embeddings, which may be tied to
+the head, the last norm and the head are in the root's group. A group is gathered before its forward and backward
+pass and freed afterwards; gradients are summed into shards. The mesh may have a second dimension (HSDP, the paper's
+hybrid sharding): neighbouring ranks then split the parameters, each set of such ranks holds a copy, and gradients
+are summed between the sets once, after the last micro-batch. A single rank takes the same path, but keeps gathered
+parameters until `settle`, and sums the gradients of a step before it reduces them: without other ranks, freeing and
+gathering would only copy.
 
-Invariant: every method here is collective. All ranks run as many forward passes, in the same order.
+Invariant: every method here is collective. All ranks run the same number of forward passes, in the same order.
 """
 
 from __future__ import annotations
@@ -32,38 +32,39 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 INSIDE = "run_inside"
-"""Name of the method that a sharded model is given: it runs any function as one forward pass of the whole model."""
+"""Name of the method added to a sharded model: it runs any function as one forward pass of the whole model."""
 
 ONE_GROUP_PARAMETERS = 2**22
-"""A model of fewer parameters is one group. Each group costs about 0.3 ms of Python per pass on a CPU core; with a
-group for each of 4 layers a step of a model of 0.8 M parameters took 4 % longer."""
+"""A model with fewer parameters is one group. Each group costs about 0.3 ms of Python per pass on a CPU core; with a
+group for each of 4 layers, a step of a model of 0.8 M parameters took 4 % longer."""
 
 
 def default_device() -> torch.device:
-    """The GPU that this process was given, or the CPU."""
+    """Return the GPU that this process was given, or the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def join(
     init_method: str, rank: int, ranks: int, timeout_s: float, shard_ranks: int | None = None
 ) -> tuple[torch.device, DeviceMesh]:
-    """Meet the other ranks at `init_method` (`tcp://host:port` or `file:///path`); this rank's device, and all ranks,
-    of which `shard_ranks` neighbours split a model (by default all).
+    """Meet the other ranks at `init_method` (`tcp://host:port` or `file:///path`); return this rank's device and the
+    mesh.
 
-    `timeout_s` bounds the rendezvous and each collective operation; torch raises an error that names the operation.
+    `shard_ranks` neighbours split a model, by default all ranks. `timeout_s` bounds the rendezvous and each
+    collective operation; torch raises an error that names the operation.
     """
     device, timeout = default_device(), timedelta(seconds=timeout_s)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # NCCL takes the current one
-    # What is kept in the host's memory is reduced there.
+        torch.cuda.set_device(device)  # NCCL uses the current device
+    # Tensors offloaded to host memory are reduced there.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method, timeout, world_size=ranks, rank=rank)
     return device, mesh_of(device, ranks, shard_ranks, timeout)
 
 
 def join_frozen(init_method: str, rank: int, ranks: int, timeout_s: float) -> DeviceMesh | None:
-    """As `join`, for a model that is never trained. None for one rank: a group of one would gather a second copy of the
-    weights, for nothing."""
+    """Join for a model that is never trained; see `join`. Returns None for a single rank, where a group would only
+    gather a second copy of the weights."""
     return join(init_method, rank, ranks, timeout_s)[1] if ranks > 1 else None
 
 
@@ -74,8 +75,11 @@ def mesh_of(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> DeviceMesh:
-    """All ranks of the process group: in one dimension, or with fewer `shard_ranks` in two, (copies, shards). Groups
-    that are made for that have `timeout` and `backend`, by default those of the process group. *Collective*."""
+    """Return a mesh of all ranks: one-dimensional, or with fewer `shard_ranks` two-dimensional, (copies, shards).
+    *Collective*.
+
+    Groups created for this have `timeout` and `backend`, by default those of the process group.
+    """
     if shard_ranks in (None, ranks):
         return init_device_mesh(device.type, (ranks,))
     grid = torch.arange(ranks).view(-1, shard_ranks or ranks)
@@ -84,7 +88,7 @@ def mesh_of(
 
 
 def copies_of(tensor: torch.Tensor) -> int:
-    """Ranks that hold the same part of a tensor."""
+    """Return the number of ranks that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -92,7 +96,7 @@ def copies_of(tensor: torch.Tensor) -> int:
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
-    """The decoder layers: the blocks that the model's class says must stay whole, or else its longest list."""
+    """Return the decoder layers: the blocks that the model's class declares unsplittable, or else its longest list."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if layers:
@@ -106,15 +110,15 @@ def shard(
 ) -> None:
     """Split a model's parameters over a mesh. Those of a blank model stay without data.
 
-    Matrix products are in `compute_dtype`; shards and the sum of gradients keep the parameters' own. `offload`: shards,
-    gradients and optimiser are in the host's memory. `exact_head`: the root's group computes in the parameters' own
-    format, too.
+    Matrix products are in `compute_dtype`; shards and gradient sums keep the parameters' own dtype. `offload`: keep
+    shards, gradients and optimiser in host memory. `exact_head`: the root's group also computes in the parameters'
+    own dtype.
     """
-    model.tie_weights()  # a tied tensor must be seen as one when the groups are made
+    model.tie_weights()  # a tied tensor must be a single one when the groups are created
     exact = next(model.parameters()).dtype
     options: dict[str, Any] = {
         "mesh": mesh,
-        # What is pinned is copied while the GPU computes; only CUDA can pin it.
+        # Pinned memory is copied while the GPU computes; only CUDA can pin.
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
         "reshard_after_forward": not is_alone(mesh, offload=offload),
     }
@@ -124,7 +128,7 @@ def shard(
     layers = [] if one_group else layers_of(model)
     for layer in layers[:-1]:
         fully_shard(layer, mp_policy=in_layers, **options)
-    for layer in layers[-1:]:  # a norm wants input and weight in one format
+    for layer in layers[-1:]:  # a norm needs input and weight in the same dtype
         output = exact if exact_root else None
         fully_shard(layer, mp_policy=_precision(compute_dtype, exact, output), **options)
     in_root = _precision(exact if exact_root else compute_dtype, exact)
@@ -155,37 +159,40 @@ def _groups(model: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def is_alone(mesh: DeviceMesh, *, offload: bool) -> bool:
-    """Whether this is the one rank, with all states on its device: it keeps what it has gathered."""
+    """Return whether this is the only rank, with all states on its device: it keeps gathered parameters."""
     return mesh.size() == 1 and not offload
 
 
 def set_gradient_reduction(model: Any, *, alone: bool, offload: bool, last: bool) -> None:
-    """Set how the next backward pass reduces gradients. On a rank that is alone only the `last` pass of a step reduces
-    them. Between copies only the last pass adds them up, unless they would wait on a device that they are to leave."""
+    """Set how the next backward pass reduces gradients. A single rank reduces them only in the `last` pass of a
+    step. Copies are summed only in the last pass, unless gradients are offloaded: they would wait on the device."""
     model.set_requires_gradient_sync(last or not alone)
     model.set_requires_all_reduce(last or offload)
 
 
 def settle(model: Any) -> None:
-    """Free gathered parameters. Needed after the last pass before anything writes to the shards: a group that is still
-    gathered would show the old values in the next pass."""
+    """Free gathered parameters. Needed after the last pass before anything writes to the shards: a group that is
+    still gathered would use the old values in the next pass."""
     model.reset_iter_state()
 
 
 def class_of(model: torch.nn.Module) -> type[torch.nn.Module]:
-    """The model's own class: `fully_shard` gives it one of its making, which no config and no other program knows."""
+    """Return the model's own class: `fully_shard` replaces it with a generated class that no config and no other
+    program knows."""
     kinds = (kind for kind in type(model).__mro__ if issubclass(kind, torch.nn.Module))
     return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor; all of one that is not split."""
+    """Return this rank's part of a tensor; all of it if it is not split."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor gathered on every rank, on `device`; cast first, so that no more bytes than needed are sent. It may
-    share its memory with the tensor. *Collective* if the tensor is split."""
+    """Gather a tensor on every rank, on `device`. *Collective* if the tensor is split.
+
+    It is cast first, so that no more bytes than needed are sent. The result may share memory with the tensor.
+    """
     part = local(tensor.detach()).to(device, dtype)
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
         return part
@@ -201,8 +208,10 @@ def whole(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None 
 
 
 def whole_on_first(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """As `whole`, on the first rank of the mesh alone, which copies each byte once, to where it belongs; None on the
-    other ranks, which send their own parts. *Collective*."""
+    """Gather a tensor only on the first rank of the mesh, as `whole` does, copying each byte once. *Collective*.
+
+    Returns None on the other ranks, which send their own parts.
+    """
     if not isinstance(tensor, DTensor):
         return local(tensor.detach()).to(device, dtype) if dist.get_rank() == 0 else None
     mesh = tensor.device_mesh
