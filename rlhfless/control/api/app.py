@@ -103,7 +103,7 @@ async def _fault(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _http(request: Request, error: HTTPException) -> JSONResponse:
-    if error.status_code == 400:  # FastAPI's only use of 400: a body that it cannot read as JSON
+    if error.status_code == 400:  # FastAPI's only use of 400: a body unreadable despite valid syntax
         message = "the body: is no JSON that can be read: it is not UTF-8, or nested too deeply"
         return ApiError(422, "invalid_request", message).response()
     code, what = {
