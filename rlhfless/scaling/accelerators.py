@@ -1,4 +1,4 @@
-"""Accelerator types, as Ray names them, and the kinds of the price book. Pure."""
+"""Mapping between Ray's accelerator types and the price book's device kinds. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from rlhfless.util.errors import UserError
 
 NODE_LABEL = "ray.io/node-id"
-"""Ray's label of each node with its id."""
+"""Ray's node label for the node id."""
 
 TYPE_LABEL = "ray.io/accelerator-type"
-"""The label in which Ray says which accelerators a node has."""
+"""Ray's node label for the accelerator type."""
 
 KINDS: Mapping[str, str] = {
     "A10G": "a10g",
@@ -35,20 +35,20 @@ KINDS: Mapping[str, str] = {
 """Kinds of the price book by Ray's accelerator types."""
 
 AMBIGUOUS: Mapping[str, Mapping[int, str]] = {"A100": {40: "a100-40gb", 80: "a100-80gb"}}
-"""Kinds by memory in GiB, of the types that come with several."""
+"""Kinds by memory in GiB, for types with several memory sizes."""
 
 MODEL_NAME = re.compile(r"\w+\s+((?:[A-Z]+\s+)*[A-Z0-9]*\d[A-Z0-9]*)")
-"""Maker, then the model: words in capitals up to the first with a digit."""
+"""Matches the maker, then the model: words in capitals up to the first with a digit."""
 
 
 class UnknownAccelerator(UserError):
-    """A node has devices of a type that no kind of the price book is known for."""
+    """Raised for devices whose type does not map to a kind of the price book."""
 
 
 def kind_of(accelerator: str, known: Collection[str], memory_bytes: int | None = None) -> str:
-    """The price book's kind of an accelerator type; `known` are the kinds that the book has.
+    """Return the price book's kind of an accelerator type. `known` are the kinds in the book.
 
-    A type that is not in the table is the kind of the same name, if the book has one. Raises UnknownAccelerator.
+    A type outside the table maps to the kind of the same name, if the book has it. Raises UnknownAccelerator.
     """
     if accelerator in AMBIGUOUS:
         return _by_memory(accelerator, memory_bytes)
@@ -65,15 +65,17 @@ def kind_of(accelerator: str, known: Collection[str], memory_bytes: int | None =
 
 
 def type_of(device_name: str) -> str:
-    """The accelerator type of a device with this name, as Ray derives it (ray/_private/accelerators/nvidia_gpu.py):
-    `NVIDIA A100-SXM4-80GB` is an A100, `NVIDIA RTX PRO 6000 Blackwell Server Edition` an RTX-PRO-6000."""
+    """Return the accelerator type of a device name, as Ray derives it (ray/_private/accelerators/nvidia_gpu.py).
+
+    `NVIDIA A100-SXM4-80GB` is an A100, `NVIDIA RTX PRO 6000 Blackwell Server Edition` an RTX-PRO-6000.
+    """
     match = MODEL_NAME.match(device_name)
     name = match.group(1) if match else device_name.removeprefix("NVIDIA").strip()
     return name.replace(" ", "-")
 
 
 def types_of(kind: str) -> list[str]:
-    """The accelerator types that may be of a kind."""
+    """Return the accelerator types that may be of a kind."""
     types = [accelerator for accelerator, of in KINDS.items() if of == kind]
     types += [accelerator for accelerator, sizes in AMBIGUOUS.items() if kind in sizes.values()]
     return types or [kind, kind.upper()]

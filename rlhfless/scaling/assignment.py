@@ -1,31 +1,33 @@
-"""Which slot has which sample: the effects of Assign, Move and Lost, and the answers of a policy that are refused. Pure.
+"""Assignment of samples to slots: the effects of Assign, Move and Lost, and the rules for refusing a policy's answer.
+Pure.
 
-The live loop and the simulator keep the same two columns, `home` and `finished`, and both check and change them by
-this module alone. A sample that has ended belongs to no slot. Every other sample belongs to one slot, or is
-unassigned: when a step starts, and when its actor was lost.
+The live loop and the simulator keep the same two arrays, `home` and `finished`, and check and change them only through
+this module. A sample that has ended belongs to no slot. Every other sample belongs to one slot or is unassigned, which
+happens when a step starts and when its actor is lost.
 
-An answer is carried out action by action. A refused action raises PolicyFault and changes nothing; the actions before
-it stand.
+An answer is executed action by action. A refused action raises PolicyFault and changes nothing; earlier actions remain
+in effect.
 
-| action | is refused if | else |
+| action | is refused if | otherwise |
 |---|---|---|
 | any | it names a slot that is not for a generation actor, a sample that the step does not have, or a sample twice | |
 | Assign | a sample has ended, or belongs to a slot | the samples belong to the slot |
-| Move | a sample belongs to another slot than the source, or to none | the samples that have not ended belong to the target |
+| Move | a sample belongs to another slot than the source, or to none | the unfinished samples belong to the target |
 | Release | samples belong to the slot | the fleet drains the replica |
 
-Ended samples in a Move are left out silently, because a sample may end after the policy saw it: while the policy decides,
-or while an earlier action of the same answer waits for the end of an iteration. For an Assign that cannot happen: no actor generates unassigned samples.
+Ended samples in a Move are silently skipped, because a sample may end after the policy saw it: while the policy
+decides, or while an earlier action of the same answer waits for the end of an iteration. This cannot happen for an
+Assign, because no actor generates unassigned samples.
 
-Lost is an event, not an action: all samples of the slot are unassigned, and the policy is told which.
+Lost is an event, not an action: all samples of the slot become unassigned, and the policy receives them.
 
-After an answer to StepBegan or Lost every unfinished sample belongs to a slot (no other event leaves one unassigned);
-and after any answer no slot to which it gave samples is without a replica that is up, or has been asked to come up. A
-Start for a time to come does not count: it is meant for a later step.
+After an answer to StepBegan or Lost every unfinished sample must belong to a slot (no other event leaves samples
+unassigned). After any answer, every slot to which it gave samples must have a replica that is running or starting. A
+Start for a future time does not count, because it is meant for a later step.
 
-Each fleet has its own response to a fault. The simulator stops. The live loop logs and counts the fault, and splits
-samples that are unassigned, or at a slot without a replica, evenly among the existing actors. If there is no actor and
-none is starting, the samples are a loss of the fleet and not a fault of the policy.
+Each fleet responds to a fault in its own way. The simulator stops. The live loop logs and counts the fault, and
+distributes samples that are unassigned, or at a slot without a replica, evenly among the existing actors. If there is
+no actor and none is starting, the samples are a loss of the fleet and not a fault of the policy.
 """  # noqa: E501 (a table)
 
 from __future__ import annotations
@@ -39,33 +41,33 @@ from rlhfless.scaling.policy import UNASSIGNED, Action, Assign, Flags, Ints, Mov
 
 
 class PolicyFault(Exception):
-    """A policy asked for an action that the fleet cannot do, or left samples unassigned. The message says which."""
+    """Raised if a policy requests an impossible action, or leaves samples unassigned. The message gives the details."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The samples of one step by slot. The columns are the owner's own, and are changed in place."""
+    """The samples of one step by slot. The arrays belong to the caller and are changed in place."""
 
     home: Ints
     """`[samples]`: the slot that each belongs to, or UNASSIGNED."""
     finished: Flags
-    """`[samples]`: whether each has ended. The owner sets this, and at the same time `home` to UNASSIGNED."""
+    """`[samples]`: whether each has ended. The caller sets this, together with `home` to UNASSIGNED."""
     slots: int
     """Generation has the slots 0 to `slots` - 1."""
 
     @property
     def unassigned(self) -> Ints:
-        """Samples that have not ended and belong to no slot, ascending."""
+        """Return the unfinished samples that belong to no slot, ascending."""
         return np.flatnonzero((self.home == UNASSIGNED) & ~self.finished)
 
     def of(self, slot: int) -> Ints:
-        """Samples that belong to a slot, ascending."""
+        """Return the samples that belong to a slot, ascending."""
         return np.flatnonzero(self.home == slot)
 
-    # -- actions: the samples that each one is about, once it is certain that it can be carried out
+    # -- checks: the samples of each action, once it is certain that it can be executed
 
     def checked_assign(self, assign: Assign) -> Ints:
-        """The samples of an Assign, in its order. Raises PolicyFault."""
+        """Return the samples of an Assign, in order. Raises PolicyFault."""
         self._check_slot(assign.slot)
         samples = self._named(assign.samples)
         taken = (self.home[samples] != UNASSIGNED) | self.finished[samples]
@@ -76,7 +78,7 @@ class Assignment:
         return samples
 
     def checked_move(self, move: Move) -> Ints:
-        """The samples of a Move that are at its source, in its order. Raises PolicyFault."""
+        """Return the samples of a Move that are at its source, in order. Raises PolicyFault."""
         self._check_slot(move.source)
         self._check_slot(move.target)
         samples = self._named(move.samples)
@@ -91,7 +93,7 @@ class Assignment:
         return at_source
 
     def check_release(self, slot: int) -> None:
-        """Raises PolicyFault if samples belong to the slot."""
+        """Raise PolicyFault if samples belong to the slot."""
         left = np.count_nonzero(self.home == slot)
         if left:
             raise PolicyFault(f"slot {slot} is released with {left} samples; Move them first")
@@ -99,26 +101,26 @@ class Assignment:
     # -- changes
 
     def give(self, samples: Ints, slot: int) -> None:
-        """Samples that have not ended belong to a slot from here on."""
+        """Assign unfinished samples to a slot."""
         self.home[samples] = slot
 
     def lose(self, slot: int) -> Ints:
-        """All samples of a slot are unassigned from here on. Returns them, ascending."""
+        """Unassign all samples of a slot, and return them in ascending order."""
         lost = self.of(slot)
         self.home[lost] = UNASSIGNED
         return lost
 
-    # -- what an answer leaves
+    # -- state after an answer
 
     def check_assigned(self) -> None:
-        """Raises PolicyFault if a sample is unassigned."""
+        """Raise PolicyFault if a sample is unassigned."""
         left = self.unassigned
         if left.size:
             raise PolicyFault(f"the policy leaves {left.size} samples without a slot, such as {left[0]}")
 
     def check_served(self, answer: Sequence[Action], expected: Callable[[int], bool]) -> None:
-        """Raises PolicyFault if the answer gave samples to a slot where no replica is `expected`: none is up, and none
-        was asked to come up."""
+        """Raise PolicyFault if the answer gave samples to a slot where no replica is `expected`, i.e. running or
+        starting."""
         given: set[int] = set()
         for action in answer:
             match action:
@@ -136,7 +138,7 @@ class Assignment:
             raise PolicyFault(f"slot {slot} generates no samples; generation has the slots 0 to {self.slots - 1}")
 
     def _named(self, samples: Ints) -> Ints:
-        """The samples that an action names. Raises PolicyFault for one that is not there, or named twice."""
+        """Return the samples named by an action. Raises PolicyFault for unknown or duplicate ones."""
         samples = np.asarray(samples, dtype=np.int64)
         chosen = np.zeros(self.home.size, dtype=np.bool_)
         unknown = (samples < 0) | (samples >= chosen.size)

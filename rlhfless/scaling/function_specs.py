@@ -1,10 +1,9 @@
-"""What a function of a run is, declared once: what it does for a step, where it is, what it holds, how it is made.
+"""Declaration of a run's functions: their work in a step, their placement, their memory, and their deployment.
 
-A kind is all that the runtime knows of a function. Launch, recovery, bills, memory plan and simulator iterate over the
-kinds of a run and ask for their roles; none of them knows a function by its name. The functions that come with the
-package are declared in `rlhfless/functions/<name>/kind.py`; a function of the user's own is declared in a module that
-the spec names (`functions`, see docs/extending.md). A declaration imports neither Ray nor torch: its deployment is
-imported by whatever starts it.
+A kind is everything that the runtime knows about a function. Launch, recovery, billing, memory plan and simulator
+iterate over the kinds of a run and check their roles; none of them refers to a function by name. Built-in functions are
+declared in `rlhfless/functions/<name>/kind.py`; user-defined functions in a module named by the spec (`functions`, see
+docs/extending.md). A declaration imports neither Ray nor torch: its deployment is imported when it is started.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BUILT_IN_FUNCTIONS = tuple(
     f"rlhfless.functions.{name}.kind:KIND"
     for name in ("generation", "prefill", "scoring", "reward_model", "reference", "critic", "learner")
 )
-"""The functions that come with the package, in the order in which they are placed, shown, and updated."""
+"""The built-in functions, in the order in which they are placed, shown, and updated."""
 
 Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
 """The reward models of a run whose sizes are known."""
@@ -39,34 +38,34 @@ class Bounds:
     """Limits on every scaling policy: `scaling.generation.min_actors` and `scaling.hold_*` of the spec."""
 
     fewest: int = 0
-    """The number of replicas that are never released."""
+    """Number of replicas that are never released."""
     reason: str = ""
-    """The key of the spec that sets the limit."""
+    """The spec key that sets the limit."""
     idle: bool = True
-    """Replicas may stay idle between two uses; if False, they are released after each use."""
+    """Whether replicas may stay idle between two uses; if False, they are released after each use."""
 
 
 def held(spec: RunSpec, key: str) -> Bounds:
-    """The bounds that a key of `scaling`, such as `hold_scoring`, sets for a replica between two uses."""
+    """Return the bounds that a key of `scaling`, such as `hold_scoring`, sets for a replica between two uses."""
     hold = getattr(spec.scaling, key)
-    if hold == "auto" and spec.placement.tenants > 1:  # asleep it costs nothing, and released a cold start
+    if hold == "auto" and spec.placement.tenants > 1:  # sleep costs nothing, a release costs a cold start
         return Bounds(fewest=1, idle=True, reason="placement.tenants lends its devices while it sleeps")
     return Bounds(fewest=int(hold == "always"), idle=hold != "never", reason=f"scaling.{key} is {hold}")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """What the bytes of a function follow from."""
+    """The inputs that determine the memory of a function."""
 
     spec: RunSpec
     shape: ModelShape
-    """The policy's sizes."""
+    """Sizes of the policy model."""
     sheet: DeviceSheet
     sequence_tokens: int
-    """The longest sequence."""
+    """Length of the longest sequence."""
     rewards: Rewards = ()
     draft: ModelShape | None = None
-    """The sizes of the draft model or head of engines, if they have one and its sizes are known."""
+    """Sizes of the engines' draft model or head, if they have one and its sizes are known."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -76,7 +75,7 @@ class MemoryTerms:
 
 
 def no_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:  # noqa: ARG001
-    """The phases of a function that holds nothing on a device that the plan counts."""
+    """Return the phases of a function without device memory that the plan counts."""
     return ()
 
 
@@ -85,58 +84,58 @@ class FunctionSpec:
     """The declaration of a function."""
 
     name: str
-    """Unique in a run: in records, metrics and messages."""
+    """Unique in a run; used in records, metrics and messages."""
     role: FunctionRole
     deployment: str
-    """Import path of the Serve deployment. Its `settings_of(launch, kind, allocation)` gives a replica its settings
+    """Import path of the Serve deployment. Its `settings_of(launch, kind, allocation)` returns a replica's settings
     (rlhfless.functions.launching)."""
     wanted: Callable[[RunSpec], ReplicaRequest | None]
-    """Its replicas in a run; None if the run has no use for it."""
+    """Its replicas in a run; None if the run does not need it."""
     bounds: Callable[[RunSpec], Bounds]
     phases: Callable[[MemoryTerms], tuple[MemoryPhase, ...]] = no_phases
-    """What one replica or rank holds on one device."""
+    """Memory of one replica or rank on one device."""
     column: str = ""
-    """The column of the batch that it computes: always with the role COLUMN, and with UPDATES from the weights before
-    the step's update."""
+    """The per-token output that it computes: always with the role COLUMN; with UPDATES, from the weights before the
+    step's update."""
     publishes: bool = False
-    """Whether the weights that it learns are the ones that the engines load; one function with the role UPDATES does,
-    and is updated after the others."""
+    """Whether the engines load the weights that it learns. Exactly one function with the role UPDATES does, and it
+    is updated after the others."""
     worker: str = ""
-    """Import path of the class that computes the column (rlhfless.functions.per_token)."""
+    """Import path of the class that computes the per-token output (rlhfless.functions.per_token)."""
     settings: Any = None
-    """The section of the spec, of a function of the user's own."""
+    """Spec section of a user-defined function."""
 
 
 @cache
 def declared() -> Mapping[str, FunctionSpec]:
-    """The functions that come with the package, by name."""
+    """Return the built-in functions, by name."""
     kinds: list[FunctionSpec] = [load_target(path) for path in BUILT_IN_FUNCTIONS]
     return MappingProxyType({kind.name: kind for kind in kinds})
 
 
 def kinds_of(spec: RunSpec) -> tuple[FunctionSpec, ...]:
-    """The functions of a run: those of the package that it needs, then the user's own."""
+    """Return the functions of a run: the built-in ones that it needs, then user-defined ones."""
     own: list[FunctionSpec] = [make(settings, {}).kind(name) for name, settings in spec.functions.items()]
     return tuple(kind for kind in (*declared().values(), *own) if kind.wanted(spec) is not None)
 
 
 def replica_requests(spec: RunSpec) -> tuple[ReplicaRequest, ...]:
-    """The replicas that a run may have."""
+    """Return the replicas that a run may have."""
     return tuple(wanted for kind in kinds_of(spec) if (wanted := kind.wanted(spec)) is not None)
 
 
 def name_of(spec: RunSpec, role: FunctionRole) -> str:
-    """The name of the one function of a run with this role: of SAMPLES."""
+    """Return the name of a run's only function with this role, SAMPLES."""
     (kind,) = (kind for kind in kinds_of(spec) if kind.role is role)
     return kind.name
 
 
 def publisher_of(spec: RunSpec) -> str:
-    """The name of the function whose weights the engines load."""
+    """Return the name of the function whose weights the engines load."""
     (kind,) = (kind for kind in kinds_of(spec) if kind.publishes)
     return kind.name
 
 
 def place_run(spec: RunSpec, nodes: Sequence[Node]) -> Placement:
-    """The placement of a run on a cluster of these nodes. Raises PlacementError as `place` does."""
+    """Return the placement of a run on a cluster of these nodes. Raises PlacementError like `place`."""
     return place(spec.placement, nodes, replica_requests(spec))

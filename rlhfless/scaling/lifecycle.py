@@ -1,25 +1,25 @@
-"""The life cycle of a replica. Pure: the clock is handed in.
+"""The life cycle of a replica. Pure: the time is an argument.
 
     STARTING -> STALE -> SERVING -> DRAINING -> SLEEPING | RETIRED
-    SERVING  -> STALE      another version was asked for
+    SERVING  -> STALE      another version was requested
     STALE    -> DRAINING   scaled in between two steps
-    STARTING -> RETIRED    called off before it was up: nothing to drain
+    STARTING -> RETIRED    cancelled before it was ready: nothing to drain
     SLEEPING -> STARTING   waking is a start, and billed as one
     SLEEPING -> RETIRED
     any live state -> SUSPECT -> STALE | DEAD
 
-Invariant: SERVING means that the version asked for last has been loaded. STALE -> SERVING is the only
-transition to traffic, and only a completed load of that very version makes it.
+Invariant: SERVING means that the last requested version has been loaded. STALE -> SERVING is the only transition to
+traffic, and only a completed load of that exact version triggers it.
 
 Transitions that deliberately do not exist:
 - STARTING, SLEEPING or SUSPECT -> SERVING. New, woken and recovered replicas may hold any weights, or none.
-- SERVING -> SLEEPING | RETIRED. A replica with traffic is drained first; never killed first.
-- DRAINING -> SERVING. A drain is not called off: its requests have moved already.
-- DEAD -> anything. A replica that was given up may still be running: if it came back, two replicas would have one
-  slot. The process may return under a new incarnation, which is a new life.
-- RETIRED -> anything. Its device has been given back.
-- anything but SUSPECT -> DEAD. There is one way to die; a death seen with certainty is suspicion and verdict
-  at the same instant (`died`).
+- SERVING -> SLEEPING | RETIRED. A replica with traffic is always drained first.
+- DRAINING -> SERVING. A drain cannot be cancelled: its requests have already migrated.
+- DEAD -> anything. A replica that was given up may still be running: if it came back, two replicas would have the
+  same slot. The process may return under a new incarnation, which is a new life.
+- RETIRED -> anything. Its device has been released.
+- anything but SUSPECT -> DEAD. There is a single path to DEAD; a death observed with certainty enters SUSPECT and
+  DEAD at the same instant (`died`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ TRANSITIONS: Mapping[ReplicaState, frozenset[ReplicaState]] = MappingProxyType(
         _S.DEAD: frozenset(),
     }
 )
-"""All transitions there are."""
+"""All allowed transitions."""
 
 ENTRY_STATES = frozenset({_S.STARTING, _S.STALE})
 """First states of a life: STARTING, or STALE if another driver started the replica."""
 
 
 class IllegalTransition(RuntimeError):
-    """An event that the state of the replica does not allow: a fault of the caller. The message names both states."""
+    """Raised for an event that the replica's state does not allow, a fault of the caller. The message names both
+    states."""
 
     def __init__(self, replica: str, before: ReplicaState, after: ReplicaState) -> None:
         allowed = ", ".join(sorted(TRANSITIONS[before])) or "nothing: this life is over"
@@ -75,10 +76,9 @@ class ReplicaIdentity:
 class Lifecycle:
     """One incarnation of a replica, from start to end.
 
-    Every event returns the holdings it closes: one per device for the span that ended, none for a span of no
-    length. Together they cover the life without gap or overlap. A clock that steps back gives a span of no
-    length, never a negative one. An event that the state does not allow raises IllegalTransition and changes
-    nothing.
+    Every event returns the holdings it closes: one per device for the span that ended, none for an empty span. Together
+    they cover the life without gap or overlap. A clock that steps back produces an empty span, never a negative one. An
+    event that the state does not allow raises IllegalTransition and changes nothing.
     """
 
     def __init__(self, identity: ReplicaIdentity, at_s: float, state: ReplicaState = _S.STARTING) -> None:
@@ -99,22 +99,22 @@ class Lifecycle:
 
     @property
     def since_s(self) -> float:
-        """Start of the span that is not closed yet (unix time)."""
+        """Return the start of the open span (unix time)."""
         return self._since_s
 
     @property
     def asked(self) -> WeightVersion | None:
-        """The version asked for last; SERVING means that it is loaded."""
+        """Return the last requested version; SERVING means that it is loaded."""
         return self._asked
 
     def started(self, at_s: float) -> tuple[Holding, ...]:
-        """The replica is up (or awake), with no weights to be trusted."""
+        """Record that the replica is ready (or awake), with unknown weights."""
         if self._state is not _S.STARTING:  # recovery also leads to STALE, but by a probe: see `recovered`
             raise self._illegal(_S.STALE)
         return self._to(_S.STALE, at_s)
 
     def ask(self, version: WeightVersion, at_s: float) -> tuple[Holding, ...]:
-        """From now on `version` is asked for. A replica that serves another version is STALE at once."""
+        """Request `version`. A replica that serves another version becomes STALE immediately."""
         if not TRANSITIONS[self._state]:
             raise self._illegal(_S.STALE)
         closed = self._to(_S.STALE, at_s) if self._state is _S.SERVING and version != self._asked else ()
@@ -122,45 +122,45 @@ class Lifecycle:
         return closed
 
     def loaded(self, version: WeightVersion, at_s: float) -> tuple[Holding, ...]:
-        """A load of `version` completed, with its checks. A load of an older version than the last `ask` changes
-        nothing."""
+        """Record a completed and verified load of `version`. A load of another version than the last requested one
+        changes nothing."""
         if self._state is _S.STALE and version != self._asked:
             return ()
         return self._to(_S.SERVING, at_s)
 
     def drain(self, at_s: float) -> tuple[Holding, ...]:
-        """Routing to the replica has stopped; running requests may finish."""
+        """Record that routing to the replica has stopped; running requests may finish."""
         return self._to(_S.DRAINING, at_s)
 
     def sleep(self, at_s: float) -> tuple[Holding, ...]:
-        """The drained replica keeps its devices and gives up its weights."""
+        """Record that the drained replica sleeps: it keeps its devices and discards its weights."""
         return self._to(_S.SLEEPING, at_s)
 
     def wake(self, at_s: float) -> tuple[Holding, ...]:
-        """The replica has begun to wake."""
+        """Record that the replica has started to wake."""
         return self._to(_S.STARTING, at_s)
 
     def retire(self, at_s: float) -> tuple[Holding, ...]:
-        """The replica gives its devices back. The end of this incarnation."""
+        """Record that the replica releases its devices, which ends this incarnation."""
         return self._to(_S.RETIRED, at_s)
 
     def suspect(self, at_s: float) -> tuple[Holding, ...]:
-        """A probe or a request failed: no traffic until a probe succeeds or it is given up."""
+        """Record a failed probe or request: no traffic until a probe succeeds or the replica is given up."""
         return self._to(_S.SUSPECT, at_s)
 
     def recovered(self, at_s: float) -> tuple[Holding, ...]:
-        """A probe of the suspect succeeded. What it holds is unknown, so it loads its weights again."""
+        """Record a successful probe of the suspect. Its contents are unknown, so it loads its weights again."""
         if self._state is not _S.SUSPECT:
             raise self._illegal(_S.STALE)
         return self._to(_S.STALE, at_s)
 
     def died(self, at_s: float) -> tuple[Holding, ...]:
-        """The replica is given up, or its process is known to be gone. The end of this incarnation."""
+        """Record that the replica is given up, or its process is known to be gone, which ends this incarnation."""
         closed = () if self._state is _S.SUSPECT else self._to(_S.SUSPECT, at_s)
         return closed + self._to(_S.DEAD, at_s)
 
     def cut(self, at_s: float) -> tuple[Holding, ...]:
-        """Close the span so far and go on in the same state: the ledger up to now, for a flush."""
+        """Close the open span and continue in the same state, so that a flush of the ledger is complete."""
         return self._close(at_s) if self._state.holds_device else ()
 
     def _to(self, state: ReplicaState, at_s: float) -> tuple[Holding, ...]:

@@ -1,21 +1,23 @@
-"""Prefill actors (docs/prefill.md): the pieces of prompts that they compute, and the break-even with one pool. Pure.
+"""Prefill actors (docs/prefill.md): the pieces of prompts that they compute, and the break-even with a single pool.
+Pure.
 
 An actor's prompts are handed over in PIECES pieces, those with the longest responses first. A prefill actor computes a
 piece, first come, first served; then the generation actor reads its KV, and generates nothing meanwhile.
 
-In one pool each of N engines computes its share of the prompts, and then generates from them:
+In a single pool, each of N engines computes its share of the prompts, and then generates from them:
 
     T = (G / N) prefill(p) + decode(G n / N sequences)
 
-Apart, P engines compute all prompts in K pieces, those with the longest responses first, and D = N - P engines generate
-from each piece as it comes: after k (G / K P) prefill(p) + the move of its KV, and each generates G n / D sequences, at
-most as many at a time as it admits. G prompts of p tokens have n responses each, of K lengths.
+With separate prefill, P engines compute all prompts in K pieces, those with the longest responses first, and D = N - P
+engines generate from each piece as it arrives: after k (G / K P) prefill(p) plus the transfer of its KV. Each generates
+G n / D sequences, limited to its concurrency at a time. G prompts of p tokens have n responses each, of K lengths.
 
-With equal lengths, and sequences that an engine admits at once, one pool is never slower: the last piece comes after
-(G / P) prefill(p), which is more than (G / N), and has its whole response before it, in a larger batch. Apart wins by
-the tail of unequal lengths: the longest responses start after the first piece, and not after all prompts of an engine.
-It needs engines whose iterations cost nearly the same in a larger batch, prompts whose time counts beside the
-responses', and forecasts that know the longest; here they do, so the gain is a bound.
+With equal lengths, and if an engine admits all sequences at once, a single pool is never slower: the last piece arrives
+after (G / P) prefill(p), which is more than (G / N), and its whole response follows, in a larger batch. Separate
+prefill wins through the tail of unequal lengths: the longest responses start after the first piece instead of after all
+prompts of an engine. It needs engines whose iterations cost nearly the same in a larger batch, prompts whose time is
+significant compared with the responses', and forecasts that identify the longest responses. Here they are assumed
+perfect, so the gain is an upper bound.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from statistics import NormalDist
 from rlhfless.scaling.engine_model import EngineModel, decode_s
 
 PIECES = 8
-"""Parts in which prompts are handed over: generation starts with the first. Each part is a call of two actors."""
+"""Number of pieces in which prompts are handed over: generation starts with the first. Each piece is a call of two
+actors."""
 
 LEAST_GAIN = 0.05
-"""Apart has to be faster by this share: of one pool, actors can be released one by one, and nothing is moved."""
+"""Minimum relative gain of separate prefill: in a single pool, actors can be released individually, and nothing is
+moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +46,16 @@ class StepShape:
 
     prompts: int
     samples: int
-    """Of each prompt."""
+    """Samples per prompt."""
     prompt_tokens: int
     response_tokens: tuple[int, ...]
-    """[PIECES]: of as many parts of the samples of one size, the longest first."""
+    """[PIECES]: response lengths of equal parts of the samples, longest first."""
 
     @classmethod
     def of(
         cls, prompts: int, samples: int, prompt_tokens: float, median_tokens: float, spread: float, max_tokens: int
     ) -> StepShape:
-        """Of responses whose lengths are lognormal with this median and standard deviation of the logarithm."""
+        """Return the shape for lognormal response lengths with this median and standard deviation of the logarithm."""
         normal = NormalDist(math.log(max(median_tokens, 1.0)), spread) if spread else None
         middles = [(PIECES - part - 0.5) / PIECES for part in range(PIECES)]
         lengths = [math.exp(normal.inv_cdf(q)) if normal else median_tokens for q in middles]
@@ -61,7 +65,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class AlikeEngines:
-    """The engines of a run, which are all alike."""
+    """The identical engines of a run."""
 
     model: EngineModel
     count: int
@@ -74,7 +78,7 @@ class AlikeEngines:
 
 @dataclass(frozen=True, slots=True)
 class PoolComparison:
-    """Generation in one pool and apart."""
+    """Generation times in a single pool and with separate prefill."""
 
     together_s: float
     apart_s: float
@@ -89,7 +93,7 @@ class PoolComparison:
 
 
 def compare(step: StepShape, engines: AlikeEngines) -> PoolComparison:
-    """Both, for the same number of engines."""
+    """Return both times, for the same number of engines."""
     together_s = one_pool_s(step, engines)
     splits = [(apart_s(step, engines, prefill), prefill) for prefill in range(1, engines.count)]
     best_s, prefill = min(splits, default=(math.inf, 0))
@@ -97,14 +101,14 @@ def compare(step: StepShape, engines: AlikeEngines) -> PoolComparison:
 
 
 def one_pool_s(step: StepShape, engines: AlikeEngines) -> float:
-    """Seconds until the engine with the most prompts has generated all of its samples."""
+    """Return the seconds until the engine with the most prompts has generated all of its samples."""
     prompts = math.ceil(step.prompts / engines.count)
     prefilled_s = prompts * engines.model.prefill_s(step.prompt_tokens)
     return drawn_s([(prefilled_s, *part) for part in _parts(step, prompts)], step.prompt_tokens, engines)
 
 
 def apart_s(step: StepShape, engines: AlikeEngines, prefill: int) -> float:
-    """Seconds with `prefill` of the engines for the prompts."""
+    """Return the seconds with `prefill` of the engines dedicated to prompts."""
     if not math.isfinite(engines.kv_token_s):
         return math.inf
     prompts = math.ceil(step.prompts / (engines.count - prefill))
@@ -119,16 +123,19 @@ def apart_s(step: StepShape, engines: AlikeEngines, prefill: int) -> float:
 
 
 def _parts(step: StepShape, prompts: int) -> list[tuple[int, int]]:
-    """(sequences, tokens of each) of each part of so many prompts. With fewer prompts than PIECES some parts have none,
-    but never the longest, for which a step waits."""
+    """Return (sequences, tokens of each) of each part of the prompts. With fewer prompts than PIECES some parts are
+    empty, but never the longest, which a step waits for."""
     ends = [math.ceil(prompts * part / PIECES) for part in range(PIECES + 1)]
     sizes = [end - begin for begin, end in pairwise(ends)]
     return [(size * step.samples, tokens) for size, tokens in zip(sizes, step.response_tokens, strict=True)]
 
 
 def drawn_s(arrivals: Sequence[tuple[float, int, int]], prompt_tokens: int, engines: AlikeEngines) -> float:
-    """Seconds until an engine has generated all responses. `arrivals`: (time, sequences, tokens of each), in
-    order of time. From one event to the next, which is an arrival or an end, the batch is constant."""
+    """Return the seconds until an engine has generated all responses.
+
+    `arrivals` are (time, sequences, tokens of each), in order of time. Between two events, arrivals or ends, the batch
+    is constant.
+    """
     waiting, running = deque(part for part in arrivals if part[1]), list[tuple[int, int, int]]()
     model, now_s = engines.model, 0.0
     while waiting or running:
@@ -152,9 +159,11 @@ def drawn_s(arrivals: Sequence[tuple[float, int, int]], prompt_tokens: int, engi
 
 
 def pieces(prompts: Sequence[Hashable], tokens: Sequence[int], most_tokens: int) -> list[list[int]]:
-    """Numbers of samples whose prompts are handed over together, from each sample's prompt [samples] and its tokens
-    [samples]: at least PIECES parts of all prompts if there are so many, none of more than `most_tokens` unless it is
-    one prompt. The samples of a prompt stay together."""
+    """Return the sample numbers of each piece of prompts, from each sample's prompt [samples] and its tokens [samples].
+
+    There are at least PIECES pieces if there are enough prompts. No piece exceeds `most_tokens` unless it is a single
+    prompt. The samples of a prompt stay together.
+    """
     by_prompt: dict[Hashable, list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_prompt.setdefault(prompt, []).append(number)

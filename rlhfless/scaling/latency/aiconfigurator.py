@@ -229,7 +229,7 @@ class MeasuredKernels:
 
     @property
     def _formats(self) -> tuple[str, ...]:
-        """The formats of weights and products. Raises NoTables for what no table has."""
+        """Return the formats of weights and products. Raises NoTables for unsupported ones."""
         shape = self.shape
         if shape.product_bits == 16 and shape.matrix_bytes is not None:
             if shape.matrix_bytes == 0.5:

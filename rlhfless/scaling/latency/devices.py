@@ -91,14 +91,14 @@ class DeviceSheet(SpecModel):
 
     @property
     def usable_bytes(self) -> int:
-        """The bytes that a memory plan may fill: those of the data sheet, or less where the driver does not report
-        HEADROOM more."""
+        """Return the bytes that a memory plan may fill: those of the data sheet, or the reported memory without
+        HEADROOM if that is less."""
         visible = self.visible_bytes or self.memory_bytes
         return int(min(self.memory_bytes.value, (1 - HEADROOM) * visible.value))
 
     @property
     def prices(self) -> dict[PriceSource, DeviceTerms | None]:
-        """The prices of the table, by source."""
+        """Return the table's prices, by source."""
         return {"rent": self.price, "hyperscaler": self.hyperscaler}
 
     @model_validator(mode="after")

@@ -104,7 +104,7 @@ class BentEngine:
 
     @classmethod
     def of(cls, coefficients: Array) -> BentEngine:
-        """The engine of the factors of each sum of a span, [WORK]."""
+        """Return the engine with these factors of a span's sums [WORK]."""
         fixed_s, *sequence_s, context_s, token_s, pair_s = coefficients.tolist()
         return cls(fixed_s, tuple(sequence_s), context_s, token_s, pair_s)
 

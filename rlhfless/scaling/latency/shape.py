@@ -66,7 +66,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The shape by the values of a `config.json`. Raises UnknownShape."""
+        """Return the shape described by the values of a `config.json`. Raises UnknownShape."""
         layers, hidden, heads = (
             whole(config, "num_hidden_layers"),
             whole(config, "hidden_size"),

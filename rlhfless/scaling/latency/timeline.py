@@ -41,8 +41,8 @@ class Requests:
 
     @classmethod
     def of_rollouts(cls, rows: Sequence[TracedRollout], came_s: Array, max_sequences: int) -> Requests:
-        """The rollouts of one actor, ascending by when they came to it; more than `max_sequences` at a time have
-        waited."""
+        """Return the rollouts of one actor as requests. `rows` are sorted by arrival at the actor; requests beyond
+        `max_sequences` at a time have waited."""
         finished_s = np.array([row.finished_s for row in rows])
         return cls(
             np.array([row.prompt_tokens for row in rows], dtype=np.float64),

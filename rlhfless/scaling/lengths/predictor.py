@@ -38,6 +38,7 @@ class RunningMean:
         self._total = self._count = 0.0
 
     def add(self, total: float, count: float) -> None:
+        """Add `count` samples that sum to `total`."""
         self._total = self._total * STEPS_KEPT + total
         self._count = self._count * STEPS_KEPT + count
         self.value = (self._prior[0] + self._total) / (self._prior[1] + self._count)
