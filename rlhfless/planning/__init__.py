@@ -1,1 +1,1 @@
-"""How much memory a run needs, on which device and in which phase, before anything is started."""
+"""Planning of a run before it starts: memory per device and phase, time, and cost."""

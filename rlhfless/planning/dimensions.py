@@ -1,6 +1,6 @@
-"""Settings of the run that a comparison tries on each choice of devices and placement. Pure.
+"""Settings of the run that a comparison varies for each choice of devices and placement. Pure.
 
-Each is a key of the run's spec, so that a row is a run that can be started; other keys are as in the spec.
+Each is a key of the run's spec, so each row is a run that can be started; other keys are as in the spec.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Dimensions(SpecModel):
     """Values of `learner.share_prefixes`."""
 
     def ways(self, spec: RunSpec) -> list[dict[str, Any]]:
-        """Changes of the spec by dotted key: each value with each of the other settings' once."""
+        """Return the changes of the spec by dotted key, for every combination of the values."""
         own_drafts = spec.generation.speculation.method
         settings = (
             [{QUANTIZATION: each} for each in dict.fromkeys(self.quantization)],
@@ -52,13 +52,13 @@ class Dimensions(SpecModel):
 
 
 def like(spec: RunSpec, other: RunSpec) -> bool:
-    """Whether latencies that were measured of one run are those of the other."""
+    """Return whether latencies measured on one run apply to the other."""
     ours, theirs = ((each.generation.speculation, each.generation.quantization) for each in (spec, other))
     return ours == theirs and spec.learner.share_prefixes == other.learner.share_prefixes
 
 
 def undrafted(spec: RunSpec, accepted: tuple[float, ...]) -> str | None:
-    """Why a run that is to speculate is not predicted beside one that does not; None if it can be."""
+    """Return the reason that a run with speculation cannot be predicted, or None if it can."""
     method = spec.generation.speculation.method
     if method == "off" or accepted:
         return None
@@ -66,7 +66,8 @@ def undrafted(spec: RunSpec, accepted: tuple[float, ...]) -> str | None:
 
 
 def quantization_problem(spec: RunSpec, changes: Mapping[str, Any], kind: str) -> str | None:
-    """Why a run cannot generate on a kind of device in the format that `changes` ask for; None if it can."""
+    """Return the reason that a run cannot generate on a kind of device in the format in `changes`, or None if it
+    can."""
     quantization = changes.get(QUANTIZATION)
     if quantization is not None and spec.supervised:
         return f"a run of type {spec.type} generates nothing"
@@ -82,10 +83,10 @@ def quantization_problem(spec: RunSpec, changes: Mapping[str, Any], kind: str) -
 
 
 def no_engine(spec: RunSpec, quantization: Quantization, kind: str, shape: ModelShape | None = None) -> str | None:
-    """Why no run can be started on a kind of device, although one can be planned; None if one can."""
+    """Return the reason that no run can be started on a kind of device, although it can be planned for, or None."""
     if (reason := device_of(kind).no_engine) is not None or spec.supervised or quantization == "off":
         return reason
-    # Where the spec leaves it open, the devices decide, and GPUs get 16 bits.
+    # If the spec leaves it open, the devices determine it, and GPUs get 16 bits.
     dtype = spec.model.dtype if "dtype" in spec.model.model_fields_set else "bfloat16"
     refused = why_not(kind, dtype, shape)
     return None if refused is None else f"{QUANTIZATION} is {quantization}: {refused[0]}"

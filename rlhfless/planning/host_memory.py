@@ -1,5 +1,5 @@
-"""Whether a node has room for a run: for versions of the weights in the store's folder, which is in shared memory by
-default, and for processes in the host's memory. Only the node itself knows how much of both is free."""
+"""Free memory on a node: for versions of the weights in the store's folder (in shared memory by default), and for
+processes in host memory. Only the node itself knows how much of both is free."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from rlhfless.util.free_memory import free_bytes
 SHARED_MEMORY = Path("/dev/shm")
 
 CHART_KEY = "ray.gpuGroups[].sharedMemory or ray.cpuGroup.sharedMemory"
-"""The key of the Helm chart, for pods with GPUs and without."""
+"""The key of the Helm chart, for pods with and without GPUs."""
 
 _OBJECT_STORE_SHARE = 8
 _OBJECT_STORE_BYTES = (200 * 10**6, 8 * GIB)
-"""Ray's part of a worker pod's shared memory, in the chart's templates: an eighth, within these bounds."""
+"""Ray's part of a worker pod's shared memory in the chart's templates: an eighth, within these bounds."""
 
 
 def chart_shared_memory(store_bytes: int) -> str:
-    """The least value of the chart's `sharedMemory` for a node with `store_bytes` of weights, such as `74Gi`."""
+    """Return the smallest value of the chart's `sharedMemory` for a node with `store_bytes` of weights, such as
+    `74Gi`."""
     least, most = _OBJECT_STORE_BYTES
     rays = min(max(math.ceil(store_bytes / (_OBJECT_STORE_SHARE - 1)), least), most)
     return f"{math.ceil((store_bytes + rays) / GIB)}Gi"
@@ -46,41 +47,43 @@ class Room:
     """The free memory of a node."""
 
     folder: str
-    """The existing folder in which the store or the cache will be."""
+    """The existing folder that will contain the store or the cache."""
     store_bytes: int
-    """Free bytes of its file system, and bytes that the run itself has taken there."""
+    """Free bytes of its file system, plus bytes that the run itself has taken there."""
     in_memory: bool
     """Whether that file system is in memory."""
     memory_bytes: int
-    """Memory that a process can get."""
+    """Memory available to a process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """The memory that a run takes on a node."""
+    """The memory that a run needs on a node."""
 
     version_bytes: int
     versions: int
-    """Versions of the weights that may be there at once: in the learner's store (`stored_versions`), or in a cache of
+    """Maximum number of versions of the weights there: in the learner's store (`stored_versions`), or in a cache of
     it (CACHED_VERSIONS)."""
     memory_bytes: int = 0
-    """The bytes of its processes, in the host's memory."""
+    """Bytes of its processes in host memory."""
 
 
 def store_base(spec: RunSpec) -> Path:
-    """The folder above that of a run's weights: shared memory if the machine has any, because no disk is as fast."""
+    """Return the parent folder of a run's weights: shared memory if the machine has any, because it is faster than
+    any disk."""
     if spec.weights.folder:
         return Path(spec.weights.folder)
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def on_this_node(spec: RunSpec) -> Transport:
-    """The way of the weights where all functions are on this node, by where their folder is or would be."""
+    """Return the transport of the weights if all functions are on this node, determined by the location of their
+    folder."""
     return "shared_memory" if in_memory(_nearest(str(store_base(spec)))) else "file"
 
 
 def _nearest(folder: str) -> Path:
-    """The folder, or the one above it that is there."""
+    """Return the folder, or its nearest existing parent."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
@@ -88,7 +91,7 @@ def _nearest(folder: str) -> Path:
 
 
 def room_at(base: str, own: Sequence[str] = ()) -> Room:
-    """The free memory of this node, for a store at `base`. `own`: folders there that the run has already."""
+    """Return the free memory of this node, for a store at `base`. `own` lists the run's existing folders there."""
     folder = _nearest(base)
     system = os.statvfs(folder)
     kept = sum(file.stat().st_blocks * 512 for each in own for file in Path(each).glob("*") if file.is_file())
@@ -96,7 +99,7 @@ def room_at(base: str, own: Sequence[str] = ()) -> Room:
 
 
 def room_problems(needed: Needed, room: Room, node: str = "") -> list[Problem]:
-    """The memory that a node lacks, with figures."""
+    """Return the memory that a node lacks, with figures."""
     where = f"node {node}: " if node else ""
     store = needed.versions * needed.version_bytes
     problems = []

@@ -1,4 +1,4 @@
-"""Whether a run's prompts should be computed apart, by the engine model of its devices."""
+"""Whether separate prefill pays off for a run, by the engine model of its devices."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rlhfless.spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrefill:
-    """A step's generation in one pool and with prompts computed apart, on the same number of engines."""
+    """Generation of a step in a single pool and with separate prefill, on the same number of engines."""
 
     engines: int
     prefill_actors: int
-    """The best number of them for the prompts."""
+    """The best number of prefill actors."""
     together_s: float
     apart_s: float
     pays: bool
     connector: str
-    """The KV connector that was assumed."""
+    """The KV connector assumed."""
 
     @property
     def text(self) -> str:
-        """One line of a plan."""
+        """Return the comparison as one line of a plan."""
         verdict = "pays" if self.pays else "does not pay"
         return (
             f"prompts computed apart ({self.prefill_actors} of {self.engines} actors, kv_connector {self.connector}): "
@@ -40,8 +40,8 @@ class PlannedPrefill:
 
 
 def planned_prefill(asked: Question, lengths: Lengths, model: EngineModel | None = None) -> PlannedPrefill | None:
-    """The comparison for a run's own engines; None of a run with one engine, or without any. `model`: of an engine that
-    was measured; by default that of the device's data sheet."""
+    """Return the comparison for a run's own engines, or None with at most one engine. `model` is a measured engine;
+    the default is that of the device's data sheet."""
     spec, kind = asked.spec, asked.sheet.kind
     if spec.supervised:
         return None
@@ -62,7 +62,7 @@ def planned_prefill(asked: Question, lengths: Lengths, model: EngineModel | None
 
 
 def _expected(asked: Question) -> EngineModel:
-    """An engine by its device's data sheet: on GPUs as predictions have it, on CPU cores as runs expect it."""
+    """Return an engine by its device's data sheet, as used by predictions on GPUs and by runs on CPU cores."""
     kind = asked.sheet.kind
     prior = prior_of(kind, asked.shape, asked.spec.generation.engine.devices_per_actor)
     return prior if kind == CPU_KIND else Packed.of(prior, RUNTIME_S)

@@ -28,7 +28,7 @@ Start for a future time does not count, because it is meant for a later step.
 Each fleet responds to a fault in its own way. The simulator stops. The live loop logs and counts the fault, and
 distributes samples that are unassigned, or at a slot without a replica, evenly among the existing actors. If there is
 no actor and none is starting, the samples are a loss of the fleet and not a fault of the policy.
-"""  # noqa: E501 (a table)
+"""
 
 from __future__ import annotations
 

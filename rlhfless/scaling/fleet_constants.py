@@ -1,13 +1,12 @@
-"""What a fleet of this runtime can do, and how long it takes: declared once, for live, planned and simulated fleets.
-Pure.
+"""Capabilities and timings of a fleet, declared once for live, planned and simulated fleets. Pure.
 
-A prior says where it is from and when. What a run's ledger has measured takes its place (the live fleet's own,
-`rlhfless simulate --calibrate`, `rlhfless plan --lengths-of`), and starts, sleep, wakes, loads and publications of a
-self-test (`--measured`).
+Each prior states its source and date. Measurements in a run's ledger replace it (the live fleet's own, `rlhfless
+simulate --calibrate`, `rlhfless plan --lengths-of`); a self-test replaces the times of starts, sleep, wakes, loads and
+publications (`--measured`).
 
-Not here, because no fleet does it, live or simulated: policies that decide who sleeps, a learner that is released, KV
-of samples that moves to another actor, weights that actors pass on to each other, a broadcast to actors that share GPUs
-with the learner or may be released, and a device that keeps a sleeper after it was given back.
+Excluded because no fleet, live or simulated, supports it: policies that control sleep, releasing a learner, moving a
+sample's KV to another actor, passing weights from actor to actor, a broadcast to actors that share GPUs with the
+learner or may be released, and keeping a sleeper on a released device.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rlhfless.scaling.latency.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """A figure that counts until it was measured."""
+    """A value used until a measurement is available."""
 
     value: float
     source: str
@@ -37,8 +36,8 @@ TIERS: Mapping[FunctionRole, SleepTier] = {
     FunctionRole.COLUMN: SleepTier.HOST,
     FunctionRole.UPDATES: SleepTier.HOST,
 }
-"""By role: where a function that holds memory on a device sleeps between two turns. Actors load the next version in any
-case; before the first one they sleep in HOST. Functions that are not here never sleep."""
+"""By role: where a function with device memory sleeps between two turns. Actors load the next version in any case;
+before the first version they sleep in HOST. Other functions never sleep."""
 
 ENGINE_TURN_S = Prior(
     0.1,
@@ -52,7 +51,7 @@ MOVE_S = Prior(
     "an assumption: an abort, the way through the driver, and a request between actors that are all busy",
     date(2026, 11, 24),
 )
-"""Seconds until a sample is at another actor by its tokens; its KV is computed again there."""
+"""Seconds until a sample's tokens are migrated to another actor, which recomputes its KV."""
 
 KV_BYTES_PER_S: Mapping[str, Prior] = {
     "folder": Prior(
@@ -62,70 +61,72 @@ KV_BYTES_PER_S: Mapping[str, Prior] = {
     ),
     "nixl": Prior(10e9, "an assumption: half of a network card of 200 Gbit/s", date(2026, 11, 25)),
 }
-"""By `scaling.prefill.kv_connector`: the rate at which a device of an actor gets its part of some KV."""
+"""By `scaling.prefill.kv_connector`: the rate at which one device of an actor receives its part of some KV."""
 
 PUBLISH_BYTES_PER_S = Prior(
     4.5e9,
     "1 GB to shared memory with its digest, on 2 cores of an AMD EPYC (benchmarks/weights.py)",
     date(2026, 11, 26),
 )
-"""Rate at which the learner's first rank, which alone gathers whole tensors, writes a version."""
+"""Rate at which the learner's first rank, the only one that gathers whole tensors, writes a version."""
 
 PULL_BYTES_PER_S = Prior(
     12.5e9,
     "an assumption: a network of 100 Gbit/s, all of it; 1.4e9 were measured over loopback on 2 cores",
     date(2026, 11, 26),
 )
-"""Rate at which the learner's node gives a version to the other nodes, all together; each pulls it once."""
+"""Total rate at which the learner's node sends a version to the other nodes; each pulls it once."""
 
 LOAD_BYTES_PER_S = Prior(
     4.3e9, "vLLM #48382, dense bf16 models on H200: 0.35 s for 0.6B to 4.51 s for 9B, to 10 %", date(2026, 11, 22)
 )
-"""Rate at which the engine of one device takes in a version that is in its node's memory."""
+"""Rate at which the engine of one device loads a version from its node's memory."""
 
 BROADCAST_BYTES_PER_S = Prior(
     6.4e9,
     "Moonshot's checkpoint-engine: 26.5 GB per device in 4.12 s (GLM-4.5-Air, bf16, 8 x H800)",
     date(2026, 11, 22),
 )
-"""Rate at which a device receives its part of a broadcast from GPU to GPU. This runtime's has never run on one."""
+"""Rate at which a device receives its part of a GPU-to-GPU broadcast. This runtime's broadcast has never run on
+GPUs."""
 
 LOAD_FIXED_S = Prior(0.2, "an assumption: metadata and one barrier", date(2026, 11, 22))
-"""Seconds of each load, whatever its size."""
+"""Fixed overhead of each load, in seconds."""
 
 SimulatedTransport = Literal["auto", "nccl"]
-"""The ways of the weights that differ in a simulated fleet, as `weights.transport` of a run names them. `auto`: a file
-in the memory of the learner's node, which each other node pulls once."""
+"""Weight transports that a simulated fleet distinguishes, named as in `weights.transport`. `auto`: a file in the
+memory of the learner's node that each other node pulls once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """Seconds in which a function gives up its device's memory, and in which it has it again."""
+    """Seconds in which a function releases its device's memory, and in which it reclaims it."""
 
     sleep_s: float
     wake_s: float
 
 
 NO_TURNS = TurnTimes(0.0, 0.0)
-"""Of a function that holds nothing on a device."""
+"""Times of a function without device memory."""
 
 
 def engine_turns() -> TurnTimes:
-    """Of an actor between two versions: the load of the next one comes after it."""
+    """Return the times of an actor between two versions, excluding the load of the next one."""
     return TurnTimes(ENGINE_TURN_S.value, ENGINE_TURN_S.value)
 
 
 def state_turns(state_bytes: float, sheet: DeviceSheet, devices: int) -> TurnTimes:
-    """Of a function whose state goes to the host's memory and comes back, each device's part over its own link."""
+    """Return the times of a function whose state is moved to host memory and back, each device's part over its own
+    link."""
     move_s = state_bytes / (devices * sheet.host_bytes_per_s.value)
     return TurnTimes(move_s, move_s)
 
 
 def kv_token_s(shape: ModelShape, tensor_parallel: int, bytes_per_s: float) -> float:
-    """Seconds until the KV of one token is at another actor, each of whose devices gets its own heads."""
+    """Return the seconds until the KV of one token is at another actor, where each device receives its own heads."""
     return shape.kv_bytes / min(tensor_parallel, shape.kv_heads) / bytes_per_s
 
 
 def load_s(shape: ModelShape, devices: int) -> float:
-    """Seconds for an actor on this many devices to load a version from its node's memory."""
+    """Return the seconds for an actor on `devices` devices to load a version from its node's memory."""
     return LOAD_FIXED_S.value + shape.total_bytes / (devices * LOAD_BYTES_PER_S.value)

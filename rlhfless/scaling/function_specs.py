@@ -69,7 +69,7 @@ class MemoryTerms:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of a forward pass: a micro-batch holds at least one sequence, or a pair of them."""
+        """Return the tokens of a forward pass: a micro-batch holds at least one sequence, or a pair of them."""
         together = self.spec.sequences_per_prompt if self.spec.supervised else 1
         return max(self.spec.learner.pass_tokens, together * self.sequence_tokens)
 

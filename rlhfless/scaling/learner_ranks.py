@@ -1,4 +1,4 @@
-"""Choose the devices of a learner whose number of ranks may change (`learner.min_ranks`). Pure."""
+"""Device selection for a learner with a variable number of ranks (`learner.min_ranks`). Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ LEARNER_RANKS = "learner_ranks"
 """Kind of the decisions about the number of ranks."""
 
 Candidates = Mapping[int, Sequence[Allocation]]
-"""The allocations that a learner may have, by number of ranks."""
+"""The possible allocations of a learner, by number of ranks."""
 
 
 def allocations_with(placement: Placement, whole: Allocation, ranks: int, count: int) -> tuple[Allocation, ...]:
-    """List the allocations of `count` neighbouring ranks, where `whole` holds all `ranks`.
+    """Return the allocations of `count` neighbouring ranks, where `whole` holds all `ranks`.
 
-    Devices of one group stay together, so several choices of ranks may have the same devices; each is listed once.
+    Devices of one group stay together, so several choices of ranks may use the same devices; each set is listed once.
     """
     if count >= ranks:
         return (whole,)
@@ -37,9 +37,9 @@ def allocations_with(placement: Placement, whole: Allocation, ranks: int, count:
 def most_ranks(
     candidates: Candidates, available: Callable[[Allocation], bool], below: int | None = None
 ) -> Allocation | None:
-    """Return the allocation with the most ranks whose devices are all available; None if there is none.
+    """Return the allocation with the most ranks whose devices are all available, or None if there is none.
 
-    `below`: prefer fewer ranks than these, because a learner of that size was lost twice in one step.
+    `below`: prefer fewer ranks than this, because a learner of that size was lost twice in one step.
     """
     order = sorted(candidates, reverse=True)
     if below is not None:

@@ -73,7 +73,7 @@ class AlikeEngines:
     kv_token_s: float
     """Seconds to move the KV of one token; infinite without a connector."""
     move_s: float
-    """Seconds of a move's calls."""
+    """Overhead of a transfer's calls, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ class PoolComparison:
 
     together_s: float
     apart_s: float
-    """With the best number of engines that prefill; infinite where there is one engine, or no connector."""
+    """With the best number of prefill engines; infinite with a single engine, or without a connector."""
     prefill: int
-    """That number."""
+    """The best number of prefill engines."""
 
     @property
     def pays(self) -> bool:
-        """Whether to compute prompts apart is faster."""
+        """Return whether separate prefill is faster."""
         return self.apart_s < (1 - LEAST_GAIN) * self.together_s
 
 

@@ -1,4 +1,4 @@
-"""Which devices run engines in fp8. Pure."""
+"""Support of devices for engines in fp8. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlhfless.spec.errors import Problem
 
 
 def why_not(kind: str, dtype: DType, shape: ModelShape | None) -> tuple[str, str] | None:
-    """Why vLLM cannot generate in fp8 on devices of a kind, and what to do about it; None if it can. `shape` is None
-    for a model of unknown sizes."""
+    """Return the reason that vLLM cannot generate in fp8 on devices of a kind, and a hint; None if it can. `shape`
+    is None for a model of unknown size."""
     if shape is not None and shape.experts:
         return (
             "the model has experts, and neither what an engine has of experts in 8 bits nor what it computes with them "
@@ -29,7 +29,7 @@ def why_not(kind: str, dtype: DType, shape: ModelShape | None) -> tuple[str, str
 
 
 def quantization_problems(spec: RunSpec, kind: str, shape: ModelShape | None) -> list[Problem]:
-    """Why a run cannot draw in its format on devices of a kind."""
+    """Return the reasons that a run cannot generate in its format on devices of a kind."""
     quantization = spec.generation.quantization
     if spec.supervised or quantization == "off":
         return []

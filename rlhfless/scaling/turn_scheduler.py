@@ -1,12 +1,12 @@
-"""Turns of runs on shared device groups. Pure: requests in, owners out; the clock is an argument.
+"""Turns of runs on shared device groups. Pure: requests in, owners out; the time is an argument.
 
-A device group has one owner at a time. Only the owner has replicas awake there; the other runs sleep or wait. A run
-asks for all groups of a phase at once and gets them together, so that two runs that need the same groups never hold
-one each and wait for the other.
+A device group has one owner at a time. Only the owner has awake replicas there; the other runs sleep or wait. A run
+requests all groups of a phase at once and gets them together, which avoids deadlocks between runs that need the same
+groups.
 
 Requests are ordered by priority, which grows while a run waits; then by the earliest deadline of the step (Liu and
-Layland, J. ACM 20, 1973), which runs without a deadline do not have; then by the time of asking. A waiting request
-keeps its groups from all requests behind it, so smaller requests cannot overtake it for ever.
+Layland, J. ACM 20, 1973), if the run has one; then by request time. A waiting request reserves its groups against all
+requests behind it, so smaller requests cannot overtake it forever.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 AGING_S = 600.0
-"""A waiting run gains one level of priority in this time. A run of the lowest priority thus waits a day and a half at
-most behind a stream of runs of the highest priority."""
+"""Time in which a waiting run gains one level of priority. A run of the lowest priority thus waits at most a day and
+a half behind a stream of runs of the highest priority."""
 
 
 def aged_priority(priority: int, waited_s: float) -> float:
-    """Return the priority of a run that has waited, for a turn or for devices."""
+    """Return the priority of a run that has waited for a turn or for devices."""
     return priority + max(waited_s, 0.0) // AGING_S
 
 
@@ -42,9 +42,9 @@ class TurnScheduler:
         self._requests: dict[tuple[str, frozenset[str]], _Request] = {}
 
     def ask(self, run_id: str, groups: Collection[str], priority: int, now_s: float, due_s: float = math.inf) -> bool:
-        """Ask for groups, all together; return whether the run owns them now. If not, it waits: ask again.
+        """Request groups together, and return whether the run owns all of them now. If not, it waits: call again.
 
-        `due_s`: when the run's step should have ended.
+        `due_s` is the deadline of the run's step.
         """
         wanted = frozenset(groups)
         known = self._requests.get((run_id, wanted))
@@ -63,7 +63,7 @@ class TurnScheduler:
         return any(request.run_id != run_id and request.groups & owned for request in self._requests.values())
 
     def pass_on(self, run_id: str, groups: Collection[str], now_s: float) -> None:
-        """Give up groups, on which the run has nothing awake any more, and its requests for them. Idempotent."""
+        """Release groups on which the run has nothing awake any more, and its requests for them. Idempotent."""
         given = frozenset(groups)
         self._owners = {group: owner for group, owner in self._owners.items() if owner != run_id or group not in given}
         self._requests = {
@@ -72,7 +72,7 @@ class TurnScheduler:
         self._grant(now_s)
 
     def leave(self, run_id: str, now_s: float) -> None:
-        """Give up all groups and requests of a run that has ended."""
+        """Release all groups and requests of a run that has ended."""
         asked = (request.groups for request in self._requests.values())
         self.pass_on(run_id, frozenset(self._owners).union(*asked), now_s)
 
