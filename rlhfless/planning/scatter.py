@@ -1,14 +1,14 @@
-"""The band of a prediction from an earlier run: how far the steps of that run were from their own prediction. Pure.
+"""The band of a prediction from an earlier run: how far that run's steps were from their own prediction. Pure.
 
-The prediction of the earlier run, made in the same way, says how far such a prediction is off: its steps took `ratio`
-times as long. A run of n steps then takes n x ratio x predicted, and its mean step is within
+A prediction of the earlier run, made in the same way, shows the error of such predictions: its steps took `ratio` times
+as long. A run of n steps is then expected to take n x ratio x predicted, and its mean step is within
 
     t(m - 1) x cv x sqrt(1 / m + 1 / n)     the prediction interval of a mean of n from m measured steps, and
-    z x between                             what a run differs from another on the same devices by, and
-    z x far x |log(step / measured step)|   what a step of another size is off by; both are assumptions,
+    z x between                             the difference between runs on the same devices, and
+    z x far x |log(step / measured step)|   the error for a step of another size; the last two are assumptions,
 
-which add as squares; cv is the standard deviation of the measured steps by their mean. As times are above 0, the limits
-are mean / f and mean x f with f = exp(half). The first step is no such step: what it took longer is added once.
+added as squares. cv is the standard deviation of the measured steps divided by their mean. Since times are positive,
+the limits are mean / f and mean x f with f = exp(half). The first step is excluded: its extra time is added once.
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ BAND = 0.9
 """Share of runs that end within their band."""
 
 BETWEEN_RUNS, BETWEEN_RUNS_CPU = 0.05, 0.25
-"""Standard deviation of the mean step of a run repeated on the same devices, by its mean. Assumptions: one earlier run
-cannot say it. CPU cores have neighbours: on this project's machine the same run took up to twice as long."""
+"""Standard deviation of the mean step between repetitions of a run on the same devices, relative to its mean.
+Assumptions: a single earlier run cannot tell. CPU cores are shared: on this project's machine the same run took up
+to twice as long.
+"""
 
 FAR = 0.1
-"""What the prediction of a step of e times the size is off by more."""
+"""Additional relative error of the prediction for a step that is e times as large."""
 
 WIDEST = 4.0
-"""Most that a band is wider than its mean: as with data sheets and assumed lengths."""
+"""Maximum ratio between the limits of a band and its mean: as with data sheets and assumed lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """The steps of an earlier run beside their prediction."""
+    """The steps of an earlier run compared with their prediction."""
 
     run_id: str
     steps: int
-    """Measured ones, the first left out."""
+    """Number of measured steps, excluding the first."""
     ratio: float
-    """Mean measured step by the predicted one."""
+    """Mean measured step divided by the predicted one."""
     cv: float | None
-    """None of fewer than two steps."""
+    """None with fewer than two steps."""
     step_s: float
-    """Mean measured step."""
+    """Mean measured step, in seconds."""
     warm_up_s: float
-    """What the first step took longer than the median of the others."""
+    """Extra time of the first step compared with the median of the others."""
     between: float
 
     @classmethod
     def of(cls, trace: Trace, predicted_s: float | None, kind: str) -> Scatter | None:
-        """None of a trace without a step to measure. `predicted_s`: the mean step that is predicted for that run; None
-        where it cannot be, and then its prediction counts as right."""
+        """Return the scatter of a trace, or None without a measurable step. `predicted_s` is the predicted mean step
+        of that run, or None if unknown, in which case its prediction counts as exact."""
         rows = [record for record in trace.steps if record.step > 0 and record.resumed_s <= record.start_s]
         seconds = [measured_s(record, trace)[WALL] for record in rows]
         first = seconds[:1] if rows and rows[0].step == 1 else []
@@ -75,7 +77,7 @@ class Scatter:
         )
 
     def factor(self, steps: int, step_s: float) -> float:
-        """How much longer or shorter a run of so many steps may be, of so many seconds each."""
+        """Return the factor by which a run of `steps` steps of `step_s` seconds may be longer or shorter."""
         if self.cv is None:
             return WIDEST
         own = student_quantile((1 + BAND) / 2, self.steps - 1) * self.cv * math.sqrt(1 / self.steps + 1 / steps)
@@ -83,7 +85,7 @@ class Scatter:
         return min(math.exp(math.hypot(own, NormalDist().inv_cdf((1 + BAND) / 2) * other)), WIDEST)
 
     def banded(self, cost: PlannedCost) -> PlannedCost:
-        """A cost with the mean and the band of such runs."""
+        """Return a cost with the mean and the band of such runs."""
         step_s = self.ratio * cost.step_s
         factor = self.factor(cost.steps, step_s)
         wall_s = cost.steps * step_s + self.warm_up_s
@@ -102,7 +104,7 @@ class Scatter:
 
     @property
     def text(self) -> str:
-        """What the band covers."""
+        """Describe what the band covers."""
         if self.cv is None:
             return f"a quarter to four times: {self.run_id} has one step, which says nothing of the scatter"
         return (

@@ -1,9 +1,10 @@
-"""The schedules of a run side by side on its devices: time, cost and how old samples get; which of them the contract
-chooses within the spec's bound on staleness; and where overlap loses.
+"""Comparison of a run's schedules on its devices: time, cost and staleness of samples. The contract chooses among them
+within the spec's bound on staleness.
 
-Older samples and another order of the data are prices of their own, so each schedule has to save time against `sync`.
-One that overlaps cannot where generation and learning share the devices, whose work then adds up, or where one of the
-two takes nearly the whole step; one that leaves long responses to later steps cannot where lengths hardly differ.
+Older samples and a different order of the data have a price of their own, so each schedule must save time compared with
+`sync`. A schedule that overlaps cannot if generation and learning share the devices, where their work adds up, or if
+one of the two takes nearly the whole step. A schedule that defers long responses to later steps cannot if lengths
+hardly differ.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from rlhfless.spec import (
 )
 
 LEAST_SAVING = 0.03
-"""Share of a step of `sync` that another schedule has to save, for older samples or another order of the data."""
+"""Minimum share of a `sync` step that another schedule must save, to justify older samples or a different order of
+the data."""
 
 
 NO_SCHEDULES: dict[str, Any] = {"schedules": [], "schedule_reason": None}
 
 Predict = Callable[[Question], tuple[Predicted | None, str | None]]
-"""The prediction of a run, or why there is none."""
+"""Returns the prediction of a run, or the reason that there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,12 @@ class _Tried:
 
     @property
     def figures(self) -> tuple[float, float]:
-        """Seconds and US dollars of the run."""
+        """Return seconds and US dollars of the run."""
         assert self.found is not None
         return self.found.cost.wall_s, self.found.cost.cost_usd
 
     def planned(self, chosen: _Tried | None) -> dict[str, Any]:
-        """PlannedSchedule."""
+        """Return a PlannedSchedule."""
         cost = None if self.found is None else self.found.cost
         return {
             "schedule": self.schedule.type,
@@ -69,8 +71,8 @@ class _Tried:
 
 
 def schedules_of(asked: Question, predict: Predict) -> dict[str, Any]:
-    """`schedules` and `schedule_reason` of PlanObject: `sync`, and the others as in the spec or by default; and which
-    of them the plan chooses. Nothing for a supervised run."""
+    """Return `schedules` and `schedule_reason` of PlanObject: `sync` and the others, as in the spec or by default,
+    and which of them the plan chooses. Empty for a supervised run."""
     if asked.spec.supervised:
         return NO_SCHEDULES
     own = asked.spec.schedule
@@ -91,7 +93,7 @@ def schedules_of(asked: Question, predict: Predict) -> dict[str, Any]:
 
 
 def _chosen(spec: RunSpec, tried: Sequence[_Tried]) -> _Tried | None:
-    """The one that meets the contract best, of those that the spec allows and that bring something."""
+    """Return the schedule that meets the contract best, among those that the spec allows and that are worthwhile."""
     open_ = [each for each in tried if each.found is not None and not each.refused and _allowed(spec, each.schedule)]
     if not open_:
         return None
@@ -99,14 +101,14 @@ def _chosen(spec: RunSpec, tried: Sequence[_Tried]) -> _Tried | None:
 
 
 def _allowed(spec: RunSpec, schedule: ScheduleSpec) -> bool:
-    """Whether samples get no older than the spec's schedule lets them, and are taken in the order of the data or in the
-    one that the spec names."""
+    """Return whether a schedule respects the spec's bound on staleness, and takes samples in the order of the data
+    or in that of the spec's own schedule."""
     in_order = not isinstance(schedule, PartialSpec) or spec.schedule.type == schedule.type
     return in_order and schedule.max_staleness <= spec.schedule.max_staleness
 
 
 def limit_of_run(spec: RunSpec) -> float | None:
-    """The contract's limit on the whole run, in seconds or US dollars."""
+    """Return the contract's limit on the whole run, in seconds or US dollars."""
     contract = spec.scaling.contract
     if isinstance(contract, WeightedSpec):
         return None
@@ -115,7 +117,7 @@ def limit_of_run(spec: RunSpec) -> float | None:
 
 
 def _reason(spec: RunSpec, tried: Sequence[_Tried], chosen: _Tried) -> str:
-    """Why one is chosen, which overlap is refused, and what a higher bound on staleness would bring."""
+    """Explain the choice, which overlaps are refused, and what a higher bound on staleness would save."""
     bound = spec.schedule.max_staleness
     contract = contract_for_step(spec.scaling.contract, steps_left=spec.steps)
     parts = [
@@ -141,7 +143,8 @@ def _reason(spec: RunSpec, tried: Sequence[_Tried], chosen: _Tried) -> str:
 
 
 def _predicted(asked: Question, schedule: ScheduleSpec, predict: Predict) -> tuple[Predicted | None, str | None]:
-    """The prediction of the run with a schedule, or why there is none, such as that the spec refuses it."""
+    """Return the prediction of the run with a schedule, or the reason that there is none, such as a spec that
+    forbids it."""
     try:
         RunSpec.model_validate({**asked.spec.model_dump(mode="json"), "schedule": schedule})
     except ValidationError as error:
@@ -150,7 +153,7 @@ def _predicted(asked: Question, schedule: ScheduleSpec, predict: Predict) -> tup
 
 
 def _refused(asked: Question, schedule: ScheduleSpec, one: Predicted, sync: Predicted) -> str | None:
-    """Why a schedule brings nothing; None if it does."""
+    """Return the reason that a schedule is not worthwhile, or None if it is."""
     if schedule == SyncSpec():
         return None
     if schedule.steps_ahead and asked.spec.placement.mode == "colocated":

@@ -1,7 +1,7 @@
-"""Whether the choice among compared rows stays the same at other prices and at other response lengths.
+"""Sensitivity of the choice among compared rows to other prices and other response lengths.
 
-Prices scale the cost of a row; that the policy would decide otherwise at other prices is left out. For lengths the
-rows that may be chosen are predicted again: those on the front, and the next cheapest.
+Prices scale the cost of a row; changes of the policy's decisions at other prices are ignored. For other lengths, the
+candidate rows are predicted again: those on the Pareto front, and the next cheapest.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from rlhfless.scaling.prices import PRICE_SOURCES, PriceSource, load_price_book
 from rlhfless.spec import RunSpec
 
 LENGTHS = (0.7, 1.3)
-"""Multiples of the response lengths that are tried."""
+"""Multiples of the response lengths to try."""
 
 NEXT = 4
-"""Rows behind the front that are tried at other lengths, the cheapest first."""
+"""Number of rows off the front to try at other lengths, cheapest first."""
 
 Figures = Mapping[int, tuple[float, float]]
-"""Time and cost of the run by number of the row."""
+"""Time and cost of the run by row number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What the rows would take and cost."""
+    """The rows' times and costs after a change."""
 
     change: str
     figures: Figures
     unknown: tuple[str, ...] = ()
-    """Kinds of devices that have no such price."""
+    """Kinds of devices without such a price."""
 
 
 def costs_usd(spec: RunSpec, devices: Mapping[str, int], cost_usd: float) -> dict[PriceSource, float | None]:
-    """A cost at the prices of each source of the bundled table; None where it has none of a kind. `devices`: their
-    numbers by kind, all of which are taken to be held for as long."""
+    """Return a cost at the prices of each source of the bundled table, or None if a kind has no price there.
+    `devices` gives their numbers by kind, all assumed to be held equally long."""
     book = load_price_book(spec.scaling.prices)
     used = sum(count * book.device(kind).usd_per_hour for kind, count in devices.items())
     found: dict[PriceSource, float | None] = {}
@@ -49,7 +49,7 @@ def costs_usd(spec: RunSpec, devices: Mapping[str, int], cost_usd: float) -> dic
 
 
 def at_other_prices(rows: Sequence[Mapping[str, Any]]) -> list[Changed]:
-    """`rows` of a comparison, of which those with a prediction count."""
+    """Return the figures of a comparison's rows with a prediction, at the prices of each source."""
     changes = []
     for source in PRICE_SOURCES:
         known = {number: row for number, row in enumerate(rows, start=1) if row["predicted"]}
@@ -64,7 +64,7 @@ def at_other_prices(rows: Sequence[Mapping[str, Any]]) -> list[Changed]:
 
 
 def tried_again(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Numbers of the rows that are predicted at other lengths."""
+    """Return the numbers of the rows to predict at other lengths."""
     known = [number for number, row in enumerate(rows, start=1) if row["predicted"]]
     others = [number for number in known if not rows[number - 1]["on_front"]]
     others.sort(key=lambda number: rows[number - 1]["predicted"]["cost_usd"])
@@ -72,7 +72,8 @@ def tried_again(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def at_other_lengths(numbers: Sequence[int], predicted: Callable[[float], Sequence[Predicted | None]]) -> list[Changed]:
-    """`predicted`: of the rows with these numbers, by a factor of the lengths."""
+    """Return the figures of the rows `numbers` at other lengths; `predicted` predicts these rows by a factor of the
+    lengths."""
     changes = []
     for factor in LENGTHS:
         found = zip(numbers, predicted(factor), strict=True)
@@ -82,7 +83,7 @@ def at_other_lengths(numbers: Sequence[int], predicted: Callable[[float], Sequen
 
 
 def as_json(rows: Sequence[Mapping[str, Any]], changes: Sequence[Changed]) -> list[dict[str, Any]]:
-    """ChangedChoice of each change that leaves a choice."""
+    """Return a ChangedChoice for each change after which a choice remains."""
     base = _ends({n: _figures(row) for n, row in enumerate(rows, start=1) if row["predicted"]})
     answers = []
     for each in changes:
@@ -98,7 +99,7 @@ def _figures(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _ends(figures: Figures) -> tuple[int, int] | None:
-    """The fastest row and the cheapest; of equals the one with the other figure smaller. None without rows."""
+    """Return the fastest and the cheapest row, ties by the other figure. None without rows."""
     if not figures:
         return None
     return min(figures, key=lambda n: figures[n]), min(figures, key=lambda n: figures[n][::-1])

@@ -1,7 +1,7 @@
 """The smallest change of a spec, or of its devices, with which a run fits. Pure.
 
-A change is applied to the spec that the user wrote, and what that leaves open is decided again (`placed`): a hint works
-when it is typed. Changes of the spec come before more devices of the same kind, and those before other kinds.
+A change is applied to the spec that the user wrote, and open keys are resolved again (`placed`), so a hint works as
+typed. Changes of the spec come before more devices of the same kind, and those before other kinds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site
 MOST_DEVICES = 64
 
 MOST_EDITS = 3
-"""Edits of a spec in one hint; with other devices one fewer."""
+"""Maximum number of spec edits in one hint; one fewer when combined with other devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Change:
     """A change, and the plan after it."""
 
     text: str
-    """The keys of the spec, or the devices, that change."""
+    """The spec keys, or the devices, that change."""
     plan: MemoryPlan
 
 
@@ -38,16 +38,16 @@ class Edit:
 
     text: str
     values: Mapping[str, Any]
-    """By dotted key."""
+    """Values by dotted key."""
     kind: str | None = None
     count: int | None = None
 
 
 def nearest_change(asked: Question) -> Change | None:
-    """Return the fewest edits after which the run fits, the cheapest first; None if there are none."""
+    """Return the fewest edits after which the run fits, cheapest first, or None if there are none."""
     base = asked if asked.given is None else replace(asked, spec=asked.given)
     formats, batches, placements = [*_of_formats(base)], [*_of_batches(base)], [*_of_placement(base)]
-    # Whether further edits help is decided by the smallest micro-batches.
+    # Combinations use only the smallest micro-batches.
     combined = [*formats, *batches[-len(base.spec.trained) :], *placements]
     groups: list[list[tuple[Edit, ...]]] = [[(edit,) for edit in (*formats, *batches, *placements)]]
     groups += [[*itertools.combinations(combined, size)] for size in range(2, MOST_EDITS + 1)]
@@ -58,7 +58,7 @@ def nearest_change(asked: Question) -> Change | None:
 
 
 def _of_batches(asked: Question) -> Iterator[Edit]:
-    """Smaller micro-batches, which cost little time; of each trained model down to the longest sequence."""
+    """Yield smaller micro-batches, which cost little time, for each trained model down to the longest sequence."""
     sizes = {name: part.pass_tokens // 2 for name, part in asked.spec.trained.items()}
     while any(tokens >= max(asked.sequence_tokens, 256) for tokens in sizes.values()):
         for name, tokens in sizes.items():
@@ -81,7 +81,7 @@ def _of_formats(asked: Question) -> Iterator[Edit]:
 
 
 def _of_placement(asked: Question) -> Iterator[Edit]:
-    """Edits of keys that the spec has decided; `placed` tries the others by itself."""
+    """Yield edits of keys that the spec sets; `placed` tries the others by itself."""
     if asked.learner_sheet.kind == CPU_KIND:
         return
     spec, engine = asked.spec, asked.spec.generation.engine
@@ -102,7 +102,7 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
 
 
 def _of_ranks(asked: Question) -> Iterator[Edit]:
-    """More ranks for the learner, the reference and reward models, where their numbers are decided."""
+    """Yield more ranks for the learner, the reference and reward models, if their numbers are set."""
     spec, colocated = asked.spec, asked.spec.placement.mode == "colocated"
     if spec.learner.ranks != "auto":
         most = asked.count if colocated else asked.count - 1 if spec.placement.learner_kind is None else MOST_DEVICES
@@ -136,7 +136,7 @@ def _other_kinds(asked: Question) -> Iterator[Edit]:
 
 
 def _larger(than: DeviceSheet) -> list[DeviceSheet]:
-    """Devices with more memory, the smallest first."""
+    """Return the devices with more memory, smallest first."""
     larger = [sheet for sheet in load_devices().values() if sheet.memory_bytes.value > than.memory_bytes.value]
     usable = (sheet for sheet in larger if sheet.kind != CPU_KIND and sheet.no_engine is None)
     return sorted(usable, key=lambda sheet: sheet.memory_bytes.value)
@@ -147,7 +147,7 @@ def _edit(key: str, value: Any) -> Edit:
 
 
 def _after(asked: Question, edits: Sequence[Edit]) -> Change | None:
-    """The run after some edits, placed again; None if it does not fit, or if the edits exclude each other."""
+    """Return the run after some edits, placed again, or None if it does not fit or the edits exclude each other."""
     values: dict[str, Any] = {}
     for edit in edits:
         if values.keys() & edit.values.keys():

@@ -1,12 +1,12 @@
-"""The time and cost of a run that learns from written responses, before it begins.
+"""Time and cost of a run that learns from written responses, before it starts.
 
-Nothing is drawn, and nothing is decided while it runs, so nothing is simulated. A step passes its tokens through the
-learner, and for `dpo` those of pairs that are new through the reference, on devices that are held all the while:
+Nothing is generated and no decisions are made during the run, so nothing is simulated. A step passes its tokens through
+the learner and, for `dpo`, the tokens of new pairs through the reference, on devices held throughout:
 
     step_s = learn_s(tokens x epochs) + reference_s(tokens of new pairs) + fixed_s
     tokens = prompts_per_step x (1, or 2 of a pair) x mean tokens of prompt and response
 
-The seconds are those of an earlier run on as many ranks, or else by data sheets, as in the simulator.
+The times come from an earlier run with the same number of ranks, or else from data sheets, as in the simulator.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from rlhfless.spec.errors import InputError
 log = logging.getLogger(__name__)
 
 RESPONSE_TOKENS = 256
-"""Mean written response where none is known: an assumption, as PROMPT_TOKENS; the band covers half and twice."""
+"""Mean written response if unknown: an assumption, like PROMPT_TOKENS; the band covers half and twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """The seconds of a step's parts, by tokens."""
+    """The seconds of a step's parts, as functions of tokens."""
 
     learn: LineFit
     reference: LineFit
     fixed_s: float
-    """What a step takes in addition, whatever its size."""
+    """Additional seconds per step, independent of its size."""
     factor: float = MEASURED_FACTOR
-    """The band is wider by this."""
+    """Factor that widens the band."""
 
     @classmethod
     def of_sheet(cls, asked: Question) -> Seconds:
-        """By the devices' data sheet, at the simulator's utilisation."""
+        """Return the seconds by the devices' data sheet, at the simulator's utilisation."""
         spec, timing = asked.spec, LearnerTimingSpec()
         shape = without_head(asked.shape) if spec.type == "reward_model" else asked.shape
         operations = learn_operations(spec.learner.recomputes)
@@ -74,13 +74,14 @@ class Seconds:
 
     @classmethod
     def measured(cls, asked: Question, latency: LatencyFile | LearningFit) -> Seconds:
-        """Of a measurement on these devices; of a reference that it lacks, by the data sheet."""
+        """Return the seconds measured on these devices; without a measured reference, that part comes from the data
+        sheet."""
         reference = latency.columns.get(FunctionName.REFERENCE, cls.of_sheet(asked).reference)
         return cls(latency.learn, reference, latency.driver_s)
 
 
 def written(asked: Question, lengths: Lengths, latency: LatencyFile | LearningFit | None) -> Predicted:
-    """Time and cost of a run. Raises PriceError for devices without a price."""
+    """Return time and cost of a run. Raises PriceError for devices without a price."""
     seconds = Seconds.of_sheet(asked) if latency is None else Seconds.measured(asked, latency)
     spec = asked.spec
     steps = [_step(asked, lengths, seconds, factor) for factor in lengths.factors]
@@ -97,7 +98,7 @@ def written(asked: Question, lengths: Lengths, latency: LatencyFile | LearningFi
 
 
 def _step(asked: Question, lengths: Lengths, seconds: Seconds, factor: float) -> dict[FunctionName | None, float]:
-    """The seconds of a mean step by function; under None those in which no function works."""
+    """Return the seconds of a mean step by function, with the key None for time in which no function works."""
     spec = asked.spec
     tokens = spec.prompts_per_step * spec.sequences_per_prompt * factor * (lengths.prompt_tokens + lengths.mean_tokens)
     work_s: dict[FunctionName | None, float] = {FunctionName.LEARNER: seconds.learn.at(tokens * spec.epochs)}
@@ -107,12 +108,12 @@ def _step(asked: Question, lengths: Lengths, seconds: Seconds, factor: float) ->
 
 
 def _new_share(spec: RunSpec, lengths: Lengths) -> float:
-    """The share of the steps whose pairs are new: the reference computes each pair once."""
+    """Return the share of the steps whose pairs are new: the reference computes each pair once."""
     return 1.0 if lengths.rows is None else min(lengths.rows / (spec.steps * spec.prompts_per_step), 1.0)
 
 
 def _usd(asked: Question, lengths: Lengths, work_s: Mapping[FunctionName | None, float]) -> float:
-    """The cost of a mean step. The reference gives its share back once it has computed every pair."""
+    """Return the cost of a mean step. The reference releases its share once it has computed every pair."""
     spec = asked.spec
     price = load_price_book(spec.scaling.prices).device(asked.sheet.kind)
     by_function = held_devices(spec, asked.sheet.kind, asked.count)
@@ -122,7 +123,7 @@ def _usd(asked: Question, lengths: Lengths, work_s: Mapping[FunctionName | None,
 
 
 def written_lengths(spec: RunSpec, trace: Trace | None) -> Lengths:
-    """The lengths of an earlier run, of the data where it is a file, or an assumption."""
+    """Return the lengths of an earlier run, of the data if it is a file, or an assumption."""
     if trace is not None and trace.steps:
         means = [
             fmean(record.metrics[f"{part}_tokens_mean"] for record in trace.steps) for part in ("prompt", "response")
