@@ -1,8 +1,9 @@
 """The Ray cluster: start or join it, deploy and delete one Serve application per replica.
 
-Serve picks its own victim when a deployment shrinks. An elastic function is therefore not one deployment with n
-replicas but n applications with one replica each (`route_prefix=None`: no HTTP), created and deleted by name. A replica
-asks Ray for no device: the run has reserved them (rlhfless.fleet.reservations), and it is placed on their node.
+When a deployment shrinks, Serve chooses the replica to stop. An elastic function is therefore not a deployment with n
+replicas, but n applications with one replica each (`route_prefix=None`: no HTTP), created and deleted by name. A
+replica requests no devices from Ray: the run has reserved them (rlhfless.fleet.reservations), and the replica is placed
+on their node.
 """
 
 from __future__ import annotations
@@ -35,19 +36,18 @@ from rlhfless.scaling.placement import Node
 from rlhfless.spec import PlacementSpec
 
 PROBE_S = 60.0
-"""Longest wait for a node to say how much memory its GPUs have: a small task, whose process may have to start."""
+"""Timeout for reading a node's GPU memory: a small task, whose process may have to start."""
 
 POLL_S = 0.25
-"""How often the status of starting applications is read, once for all of them: well under the seconds a start takes.
-A reading costs Serve's controller and the driver tens of milliseconds of the cores that the replicas start on."""
+"""Interval for reading the status of starting applications, all at once. It is well below the seconds of a start. A
+read costs Serve's controller and the driver tens of milliseconds on the cores that the replicas start on."""
 
 SERVE_S = 60.0
-"""Longest wait for the Serve controller that another driver is starting: a small process, up in a few seconds."""
+"""Timeout for the Serve controller that another driver is starting: a small process that takes a few seconds."""
 
 CONCURRENT_CALLS = 1024
-"""Calls one replica may have in flight: streams, heartbeats, aborts and probes must never queue behind each other
-(Serve's own default is 5). Samples that continue here after their actor was lost come in a stream for each of its
-requests."""
+"""Maximum calls in flight per replica: streams, heartbeats, aborts and probes must never queue behind each other
+(Serve's default is 5). Samples of a lost actor arrive at another one in a stream for each of its requests."""
 
 
 _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY, ApplicationStatus.DEPLOYING)
@@ -57,23 +57,23 @@ _deploying = threading.Lock()
 """Serve describes and pickles one deployment at a time."""
 
 _router_pickling = threading.Lock()
-"""While Serve makes a RequestRouterConfig, it registers its own module with cloudpickle as "pickled by value", for the
-whole process. Each deployment makes a config, and so does the thread of each handle when its replica's configuration
-arrives or changes; two at the same time fail with `not registered for pickle by value`."""
+"""While Serve creates a RequestRouterConfig, it registers its own module with cloudpickle as "pickled by value", for
+the whole process. Each deployment creates a config, and so does the thread of each handle when its replica's
+configuration arrives or changes. Two at the same time fail with `not registered for pickle by value`."""
 
 
 class FleetError(RuntimeError):
-    """A replica did not start, answer or stop as asked. The message names the replica, the wait and its length."""
+    """A replica did not start, answer or stop as requested. The message names the replica, the wait and its length."""
 
 
 class Cluster:
-    """A running Ray with Serve: made by `await Cluster.start(...)`, ended by `await stop()`."""
+    """A running Ray cluster with Serve. Create it with `await Cluster.start(...)`; end it with `await stop()`."""
 
     def __init__(self, private_in: Path | None = None) -> None:
-        """`private_in`: the folder that has the files of a private Ray; None: the cluster was joined."""
+        """`private_in`: the folder with the files of a private Ray; None for a joined cluster."""
         self._private_in = private_in
         self.private = private_in is not None
-        """The cluster ends with this run."""
+        """Whether the cluster ends with this run."""
         self._kinds: Collection[str] = ()
         self._memory_bytes: dict[str, int] = {}
         self._statuses: Mapping[str, Any] = {}
@@ -87,8 +87,8 @@ class Cluster:
         """Start a private Ray on this machine with its files in `folder`, or join the one at `spec.ray_address` with
         the user's `code` (rlhfless.fleet.each_node). `kinds`: device kinds of the price book.
 
-        Raises NoCluster if there is no cluster at that address, or if it would be joined over a network without a
-        token; NotPrivate if other users could change a private Ray's files.
+        Raises NoCluster if there is no cluster at that address, or if the run would join it over a network without a
+        token. Raises NotPrivate if other users could change a private Ray's files.
         """
         if spec.ray_address:
             ray_session.require_token(spec, os.environ)
@@ -109,7 +109,7 @@ class Cluster:
 
     @property
     def lost(self) -> bool:
-        """Whether a private Ray has ended, with every replica: no call would return."""
+        """Whether a private Ray has ended, with all replicas. Calls would then never return."""
         return self.private and ray_session.is_lost()
 
     @property
@@ -117,9 +117,9 @@ class Cluster:
         return str(ray.get_runtime_context().gcs_address)
 
     async def nodes(self, wanted: str | None) -> list[Node]:
-        """Return the nodes that are not leaving, with their devices and the free ones.
+        """Return the nodes that are not leaving, with their total and free devices.
 
-        Raises UnknownAccelerator if a node has GPUs that the price book does not know, unless a kind is `wanted`.
+        Raises UnknownAccelerator if a node has GPUs that are not in the price book, unless a kind is `wanted`.
         """
         return await asyncio.to_thread(self._nodes, wanted)
 
@@ -134,7 +134,7 @@ class Cluster:
     async def deploy(
         self, name: str, function: type, arguments: Sequence[Any], node: str, *, stop_s: float
     ) -> DeploymentHandle:
-        """Start one replica on the node with this Ray id; return at once."""
+        """Start one replica on the node with this Ray id, without waiting for it; return its handle."""
         options = {
             "name": name,
             "num_replicas": 1,
@@ -152,13 +152,13 @@ class Cluster:
         return serve.get_app_handle(name)
 
     async def running(self, prefix: str) -> list[str]:
-        """Return the names of running replicas with this prefix, such as replicas of an earlier driver."""
+        """Return the names of replicas with this prefix, such as those of an earlier driver."""
         applications = await self._applications()
         return [name for name, app in applications.items() if name.startswith(prefix) and app.status in _FOUND]
 
     async def wait_running(self, name: str, timeout_s: float) -> None:
-        """Wait until a replica's constructor has returned. Raises FleetError if it raised, or after `timeout_s`. An
-        error that the user can correct stays in the replica (Function.starting)."""
+        """Wait until a replica's constructor has returned. Raises FleetError if it raised, or after `timeout_s`. The
+        replica itself keeps an error that the user can correct (Function.starting)."""
         began = time.monotonic()
         while True:
             overview = (await self._applications()).get(name)
@@ -182,14 +182,14 @@ class Cluster:
         return self._statuses
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Stop replicas; return when they are gone. Unknown names are ignored."""
+        """Stop replicas, and wait until they are gone. Unknown names are ignored."""
         if self.lost:
             return
         await asyncio.gather(*(asyncio.to_thread(serve.delete, name) for name in names))
 
     async def stop(self) -> None:
-        """Leave the cluster. A private one ends with all its processes and files."""
-        # A private Ray ends as a whole, with Serve; in a joined cluster other runs use Serve too.
+        """Leave the cluster. A private one stops, and its files are removed."""
+        # Do not shut Serve down: a private Ray ends together with it, and in a joined cluster other runs use it.
         await asyncio.to_thread(ray_session.end)
         if self._private_in is not None:
             await asyncio.to_thread(private_ray.remove, self._private_in)
@@ -204,10 +204,10 @@ def _gpu_memory_bytes(node: str) -> int | None:
 
 
 def _start_serve(within_s: float) -> None:
-    """Start Serve without an HTTP proxy, or use the one that runs.
+    """Start Serve without an HTTP proxy, unless it is running.
 
-    Serve looks for its controller and then makes one. A controller that another driver makes in between is an error,
-    and so is its own when Ray asks twice because the head was just replaced; the next try finds it.
+    Serve looks for its controller, and creates one if there is none. This fails if another driver creates one in
+    between, or if Ray repeats the request because the head was just replaced; a retry finds the controller.
     """
     end_s = time.monotonic() + within_s
     while True:
@@ -229,7 +229,7 @@ def _deploy(function: type, arguments: Sequence[Any], options: dict[str, Any]) -
 
 
 def _make_router_configs_one_at_a_time() -> None:
-    """See `_router_pickling`; there is no lock in Serve (ray/serve/config.py)."""
+    """Add the lock that Serve lacks (ray/serve/config.py): see `_router_pickling`."""
     pickles = RequestRouterConfig._serialize_request_router_cls
     if getattr(pickles, "one_at_a_time", False):
         return
@@ -242,7 +242,7 @@ def _make_router_configs_one_at_a_time() -> None:
     RequestRouterConfig._serialize_request_router_cls = locked  # type: ignore[method-assign, assignment]
 
 
-# The line of a traceback that names the exception: at the left margin, a class with its module, or a built-in one.
+# The exception line of a traceback: at the left margin, a class with its module, or a built-in class.
 _EXCEPTION = re.compile(
     r"^(?P<name>(?:[a-z_]\w*\.)+[A-Z]\w*|[A-Z]\w*(?:Error|Exception|Exit|Interrupt))(?:: |$)", re.MULTILINE
 )
@@ -251,7 +251,7 @@ _EXCEPTION = re.compile(
 @dataclass(frozen=True, slots=True)
 class Cause:
     name: str
-    """Its class with the module; empty if Serve names none."""
+    """The exception's class with its module; empty if Serve names none."""
     message: str
 
     def __str__(self) -> str:
@@ -259,7 +259,7 @@ class Cause:
 
 
 def innermost(texts: Sequence[str]) -> Cause:
-    """Return the last exception named in the texts. Serve puts the cause last; its message may have many lines."""
+    """Return the last exception in the texts. Serve puts the cause last; its message may have several lines."""
     for text in reversed(texts):
         named = list(_EXCEPTION.finditer(text))
         if named:

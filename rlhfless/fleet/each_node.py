@@ -1,8 +1,8 @@
-"""Work on every node of a joined cluster: small tasks, models of the hub, and the user's own modules.
+"""Prepare every node of a joined cluster: run small tasks, fetch models from the hub, and send the user's own modules.
 
-On one machine all processes import from the same folders. Other nodes do not have the user's modules (rewards,
-algorithm, schedule, policy), so they are sent with the run: copied into one folder, which Ray gives every process of
-the run as its working directory. A module that is installed, such as in an image, is imported from there.
+On one machine, all processes import from the same folders. Other nodes do not have the user's modules (rewards,
+algorithm, schedule, policy), so they are sent with the run: they are copied into one folder, which Ray makes the
+working directory of all processes of the run. Installed modules, such as those in an image, are not sent.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 def on_each_node(
     work: Callable[..., object], *arguments: object, timeout_s: float, with_cores: bool = False
 ) -> dict[str, object]:
-    """Run `work` on each node that is alive; return the results by the node's address. A node that was lost, or on
-    which the work raised or timed out, has no result; the log says so.
+    """Run `work` on each live node, and return the results by node address. If a node is lost, or `work` raises or
+    times out there, a warning is logged and the node has no result.
 
-    `with_cores`: only nodes that can hold functions, not a head that is for drivers alone.
+    `with_cores`: only nodes that can run functions, excluding a head that is reserved for drivers.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and (node["Resources"].get("CPU") or not with_cores)]
     calls = {on_node(node["NodeID"], work, *arguments): node["NodeManagerAddress"] for node in nodes}
@@ -59,23 +59,23 @@ def remove_folders(folders: Sequence[str]) -> None:
 
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja")
-"""The files of a model that transformers and vLLM read. Other formats of the same weights, which may be as large, are
-not fetched."""
+"""Model files that transformers and vLLM read. Other formats of the same weights are not fetched; they may be as
+large."""
 
 
 class ModelNotThere(UserError):
-    """A model of the hub could not be fetched on a node."""
+    """A node could not fetch a model from the hub."""
 
 
 def hub_models(spec: RunSpec) -> tuple[str, ...]:
-    """Return the models and tokenizers of a run that are not folders."""
+    """Return the models and tokenizers of a run that come from the hub rather than from a folder."""
     critic = {spec.critic_source.path} if spec.critic is not None else set()
     named = {spec.model.path, spec.model.tokenizer, *(model.path for model in spec.reward_models), *critic}
     return tuple(sorted(name for name in named if name and not is_path(name)))
 
 
 def fetch_on_nodes(models: Sequence[str], timeout_s: float) -> None:
-    """Fetch models on every node. Raises ModelNotThere, which names the nodes without them."""
+    """Fetch models on every node. Raises ModelNotThere with the nodes that failed."""
     by_node = on_each_node(fetch_fault, models, timeout_s=timeout_s)
     faults = [f"node {node}: {fault}" for node, fault in by_node.items() if fault is not None]
     if not by_node:
@@ -85,7 +85,7 @@ def fetch_on_nodes(models: Sequence[str], timeout_s: float) -> None:
 
 
 def fetch_fault(models: Sequence[str]) -> str | None:
-    """Fetch models into this node's cache; return the first fault, None if there is none."""
+    """Fetch models into this node's cache; return the first fault, or None."""
     from huggingface_hub import snapshot_download
 
     for model in models:
@@ -93,31 +93,31 @@ def fetch_fault(models: Sequence[str]) -> str | None:
             return why
         try:
             snapshot_download(model, allow_patterns=list(FILES))
-        except Exception as error:  # of the hub, its HTTP library, or the disk
+        except Exception as error:  # from the hub, its HTTP library, or the disk
             return f"{model}: {type(error).__name__}: {error}"
     return None
 
 
 SUFFIX = ".py"
-"""Only modules are sent: other files beside them may be data, models or secrets."""
+"""Only modules are sent: other files in their folders may be data, models or secrets."""
 
 MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 2_000, 32 << 20, 1 << 20
-"""Bounds on what is sent: Ray keeps it in its control store, and unpacks it once on each node."""
+"""Limits of the modules sent: Ray keeps them in its control store, and unpacks them once on each node."""
 
 NOT_THEIRS = frozenset({"__pycache__", "node_modules", "site-packages"})
-"""Folders that are never copied; nor are hidden ones, and virtual environments."""
+"""Folders that are never copied, like hidden folders and virtual environments."""
 
 IMPORT_S = 120.0
-"""Longest wait for a node to import the user's modules: a new process there, and whatever they import."""
+"""Timeout for a node to import the user's modules and their dependencies in a new process."""
 
 
 class CodeNotThere(UserError):
-    """Modules that the spec names cannot be brought to the nodes, or not imported there."""
+    """Modules that the spec names could not be sent to the nodes, or not imported there."""
 
 
 def gather_modules(spec: RunSpec, run_folder: Path) -> Path | None:
-    """Copy the modules that the spec names, with their neighbours, into a private folder of the run. Return the folder;
-    None if all modules are installed. Raises CodeNotThere if they are too many or too large."""
+    """Copy the modules that the spec names, with all modules in their folders, into a private folder of the run. Return
+    the folder; None if all modules are installed. Raises CodeNotThere if they are too many or too large."""
     folders = {folder for target in targets(spec) if (folder := _folder_of(target)) is not None}
     if not folders:
         return None
@@ -131,8 +131,8 @@ def gather_modules(spec: RunSpec, run_folder: Path) -> Path | None:
 
 
 def check_on_nodes(spec: RunSpec, code: Path | None) -> None:
-    """Check that every node can import the spec's modules, and has exactly what was sent (`code`). Raises CodeNotThere,
-    which names the node."""
+    """Check that every node can import the spec's modules, and has exactly the sent ones (`code`). Raises CodeNotThere
+    with the node."""
     digests = {} if code is None else _digests(code)
     faults = on_each_node(node_faults, targets(spec), digests, timeout_s=IMPORT_S)
     for node, fault in faults.items():
@@ -144,14 +144,14 @@ def check_on_nodes(spec: RunSpec, code: Path | None) -> None:
 
 
 def node_faults(paths: Sequence[str], digests: Mapping[str, str]) -> str | None:
-    """Return the fault of this node, whose working directory is where Ray unpacked the modules; None if there is none.
+    """Check the modules that Ray unpacked into this process's working directory; return a fault, or None.
 
-    Ray makes that folder writable for all users, and again whenever a worker starts. Changes before the run starts are
-    found; only a private temporary folder of Ray prevents later ones.
+    Ray makes that folder writable for all users, and does so again whenever a worker starts. This detects changes
+    before the run starts; only a private temporary folder of Ray prevents later ones.
     """
     if digests:
         for cache in Path.cwd().rglob("__pycache__"):
-            shutil.rmtree(cache, ignore_errors=True)  # a run beside this one may have begun to fill it again
+            shutil.rmtree(cache, ignore_errors=True)  # another run may be filling it again
         changed = [name for name, digest in _digests(Path.cwd()).items() if digests.get(name) != digest]
         if changed:
             return f"another process has changed what Ray unpacked in {Path.cwd()}: {', '.join(sorted(changed))}"
@@ -159,14 +159,14 @@ def node_faults(paths: Sequence[str], digests: Mapping[str, str]) -> str | None:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each file that Python could import, by the path below the folder."""
+    """Return the digest of each file that Python could import, by its path relative to the folder."""
     kinds = tuple(importlib.machinery.all_suffixes())
     files = [file for file in folder.rglob("*") if file.name.endswith(kinds) and file.parent.name != "__pycache__"]
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def import_faults(paths: Sequence[str]) -> str | None:
-    """Return why the first failing import path cannot be imported on this node; None if all can."""
+    """Return the error of the first path that cannot be imported on this node; None if all can."""
     try:
         for path in paths:
             load_target(path)
@@ -177,7 +177,7 @@ def import_faults(paths: Sequence[str]) -> str | None:
 
 def _folder_of(target: str) -> Path | None:
     """Return the folder from which a target is imported; None if it is installed."""
-    load_target(target)  # as it was when the spec was checked: the current folder is searched, too
+    load_target(target)  # import as in the check of the spec, which also searches the current folder
     spec = importlib.util.find_spec(target.partition(":")[0].partition(".")[0])
     if spec is None or spec.origin is None:
         return None
@@ -188,7 +188,7 @@ def _folder_of(target: str) -> Path | None:
 
 
 def _copy(folder: Path, into: Path, left: list[int]) -> None:
-    """Copy the modules of a folder; files of earlier folders stay. `left`: files and bytes that may still be copied."""
+    """Copy the modules of a folder, without replacing files of earlier folders. `left`: remaining files and bytes."""
     for path, folders, names in os.walk(folder):
         folders[:] = [
             name

@@ -1,12 +1,12 @@
-"""Watches over replicas: heartbeats between the driver and all replicas, and nodes that are about to leave.
+"""Watch replicas and nodes: renew the leases of all replicas, and make replicas leave nodes that are being drained.
 
-A replica whose lease is not renewed returns its device, so a killed driver leaves nothing behind. A replica that does
-not answer for the length of a lease, even with an open port, is given up, and calls that wait for it end.
+A replica whose lease is not renewed releases its devices, so a killed driver leaves nothing behind. A replica that does
+not answer for the length of a lease, even with an open port, is given up, and pending calls to it fail.
 
-Nodes: the one signal is the drain state of Ray's GCS. `ray drain-node`, Ray's autoscaler, the preStop hook of a pod
-(rlhfless.fleet.leave_node), and the service's Ray host (for nodes that Kubernetes is about to take away) set it. Ray
-places nothing new on such a node, and stops its Ray when nothing is left there, so a run takes no devices on it. A node
-that goes before everything has moved counts as dead, which loses nothing either.
+The signal that a node leaves is its drain state in Ray's GCS. It is set by `ray drain-node`, Ray's autoscaler, the
+preStop hook of a pod (rlhfless.fleet.leave_node), and the service's Ray host, for nodes that Kubernetes is about to
+remove. Ray places nothing new on such a node, and exits there when nothing is left, so a run acquires no devices on it.
+A node that disappears before everything has moved counts as dead, but no results are lost.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from rlhfless.functions.base import Call, StaleCall
 log = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 4
-"""High enough that one or two lost heartbeats do no harm."""
+"""Heartbeats per lease: high enough to tolerate one or two lost heartbeats."""
 
 LOOK_S = 2.0
-"""How often GCS is asked for leaving nodes. The shortest notice of a cloud is 30 s, and an actor's samples migrate in a
+"""Interval for reading leaving nodes from GCS. Clouds give at least 30 s of notice, and an actor's samples migrate in a
 second."""
 
 
 class LeaseRenewal:
-    """Renews the leases of replicas and devices until it is cancelled, or a newer attempt of the run has them."""
+    """Renews the leases of replicas and devices until it is cancelled, or a newer attempt of the run owns them."""
 
     def __init__(
         self, pools: Sequence[ReplicaPool], devices: RunDevices, call: Call, lease_s: float, beaten: Callable[[], None]
@@ -68,7 +68,8 @@ class LeaseRenewal:
             self._devices.all_up.clear()
 
     async def _renew(self, replica: Replica, period_s: float) -> None:
-        """Renew a replica's lease, and give up a replica that is silent for longer. Raises StaleCall."""
+        """Renew a replica's lease; give up the replica if it has been silent for longer than a lease. Raises
+        StaleCall."""
         heard_s = self._heard_s.setdefault(replica.incarnation, time.monotonic())
         try:
             await replica.call("renew", self._call, timeout_s=period_s, waiting_for="a sign of life")
@@ -82,14 +83,14 @@ class LeaseRenewal:
 
 
 def leaving_nodes() -> frozenset[str]:
-    """Return Ray's ids of the nodes that are being drained."""
+    """Return the Ray ids of the nodes that are being drained."""
     return frozenset(state.get_draining_nodes())
 
 
 def drain_nodes(leaving: Mapping[str, float]) -> None:
-    """Drain the nodes at these addresses, except nodes that are being drained already.
+    """Drain the nodes at these addresses, except nodes that are already being drained.
 
-    `leaving`: unix time at which each node leaves; 0 if unknown. This process has joined the cluster.
+    `leaving`: unix time at which each node leaves, by address; 0 if unknown. This process must have joined the cluster.
     """
     known = leaving_nodes()
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
@@ -120,7 +121,7 @@ class LeavingWatch:
         self.update(await asyncio.to_thread(leaving_nodes))
 
     def update(self, nodes: Collection[str]) -> None:
-        """Make the pools leave these nodes, and no others."""
+        """Set the nodes that the pools must leave."""
         for node in sorted(set(nodes) - self._known):
             log.info("node %s leaves the cluster", node)
         self._known = frozenset(nodes)

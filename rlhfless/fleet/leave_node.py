@@ -1,10 +1,10 @@
-"""The hook of a pod that ends: it drains the pod's Ray node, and waits until no run has anything on it.
+"""The preStop hook of a pod: drain the pod's Ray node, and wait until no run uses it.
 
     python -m rlhfless.fleet.leave_node SECONDS
 
-Kubernetes runs it before it sends SIGTERM, as part of the pod's grace period. The Ray of a node that is drained ends by
-itself when nothing on it is held any more. After SECONDS, or where the cluster refuses to drain it, the hook ends it:
-the pod's signal reaches the shell that has started Ray, and not Ray. The node then counts as dead, which loses nothing.
+Kubernetes runs the hook before it sends SIGTERM, within the pod's grace period. On a drained node, Ray exits when
+nothing there is held any more. After SECONDS, or if the cluster refuses the drain, the hook stops Ray: the pod's signal
+reaches only the shell that has started Ray. The node then counts as dead, but no results are lost.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ray.core.generated import autoscaler_pb2
 LOOK_S = 0.5
 
 INSTANCE = "RAY_CLOUD_INSTANCE_ID"
-"""The variable with the pod's name, which KubeRay sets: a raylet of another pod may be visible."""
+"""Variable with the pod's name, set by KubeRay. It identifies this pod's raylet, because others may be visible."""
 
 WHY: int = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
-"""Ray refuses its other reason, idleness, for a node that works."""
+"""Ray's other reason, idleness, is refused for a busy node."""
 
 
 def drain(client: GcsClient, node: str, end_s: float, why: str) -> bool:
-    """Drain a node that leaves at `end_s` (unix time; 0 if unknown); return whether the cluster accepts it."""
+    """Drain a node that leaves at `end_s` (unix time; 0 if unknown); return whether the cluster accepts the drain."""
     accepted, refusal = client.drain_node(node, WHY, why, int(end_s * 1000))
     if not accepted:
         print(f"node {node} is not drained: {refusal}", flush=True)
@@ -35,7 +35,7 @@ def drain(client: GcsClient, node: str, end_s: float, why: str) -> bool:
 
 
 def _raylet() -> tuple[psutil.Process, str] | None:
-    """Return the raylet of this pod, with Ray's id of the node."""
+    """Return the raylet of this pod and its Ray node id."""
     for process in psutil.process_iter(["name"]):
         if process.info["name"] == "raylet" and process.environ().get(INSTANCE) == os.environ.get(INSTANCE):
             ids = [word.partition("=")[2] for word in process.cmdline() if word.startswith("--node_id=")]
@@ -44,7 +44,7 @@ def _raylet() -> tuple[psutil.Process, str] | None:
 
 
 def main(seconds: float) -> None:
-    """Drain this pod's node, and wait until its Ray has ended."""
+    """Drain this pod's node and wait until Ray has exited; stop Ray after `seconds`."""
     end_s, process = time.monotonic() + seconds, _raylet()
     if process is None:
         print("no Ray runs here", flush=True)

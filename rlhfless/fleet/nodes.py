@@ -1,8 +1,8 @@
-"""From Ray's report of a cluster's nodes to nodes with devices of kinds that the price book knows. Pure.
+"""Convert Ray's report of a cluster's nodes to nodes with devices of the price book's kinds. Pure.
 
-GPUs have the kind of their node's label `ray.io/accelerator-type`, which Ray sets itself where it finds NVIDIA or AMD
-devices. One type is ambiguous: an A100 has 40 or 80 GB, so its memory has to be read. On a node without GPUs the CPU
-cores are the devices.
+The kind of GPUs follows from their node's label `ray.io/accelerator-type`, which Ray sets where it finds NVIDIA or AMD
+devices. One type is ambiguous: an A100 has 40 or 80 GB, so its memory must be read. On a node without GPUs, the devices
+are its CPU cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def selector(kind: str) -> dict[str, str]:
 
 
 def ambiguous(reported: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the nodes whose device memory has to be read to know their kind."""
+    """Return the nodes whose device memory must be read to determine their kind."""
     return [node["NodeID"] for node in reported if node["Alive"] and _accelerator(node) in AMBIGUOUS]
 
 
@@ -31,11 +31,11 @@ def nodes_of(
     memory_bytes: Mapping[str, int],
     wanted: str | None = None,
 ) -> list[Node]:
-    """Return the nodes that are alive.
+    """Return the live nodes, sorted by address.
 
-    `reported`: `ray.nodes()`; `available`: free resources by node; `known`: kinds of the price book; `memory_bytes`: of
-    one device, by node, for the ambiguous types. Raises UnknownAccelerator for GPUs of an unknown type, unless another
-    kind is `wanted`: then they are ignored.
+    `reported`: `ray.nodes()`; `available`: free resources by node; `known`: kinds of the price book; `memory_bytes`:
+    memory of one device, by node, for the ambiguous types. Raises UnknownAccelerator for GPUs of an unknown type,
+    unless a kind is `wanted`; then they are ignored.
     """
     nodes = []
     for node in reported:
@@ -70,7 +70,7 @@ def _accelerator(node: Mapping[str, Any]) -> str:
 
 
 def shortage(group: DeviceGroup, nodes: Sequence[Node]) -> str:
-    """Explain why the devices of a group are not available: the demand, and what is free."""
+    """Explain why the devices of a group are not available, with the demand and the free devices."""
     count, kind = len(group.devices), group.kind
     asked = f"{count} x {kind} on one node"
     having = [node for node in nodes if node.count(kind)]

@@ -1,14 +1,14 @@
 """The folder of a private Ray: its sockets, its logs, and the code that it unpacks for its workers.
 
-Ray gives all users the right to write into its folders (0777, not sticky), by default below /tmp: a user of the machine
-could put other code there, which the next worker runs as this user. So they lie in a folder that this user alone can
-enter, in the data folder of a service or in the folder of a run.
+Ray makes its folders writable for all users (0777, not sticky), by default below /tmp. Another user of the machine
+could replace the code there, and the next worker would run it as this user. The folders are therefore placed in a
+folder that only this user can enter, in the data folder of a service or in the folder of a run.
 
-    ray/session/            what Ray calls its temporary folder
-    ray/short -> /tmp/...   only where the path is too long for sockets: a new folder of this user, with a link `r` to
-                            ray/session, by which Ray knows it
+    ray/session/            Ray's temporary folder
+    ray/short -> /tmp/...   only if the path is too long for sockets: a new folder of this user, with a link `r` to
+                            ray/session; Ray gets the path of that link
 
-This module does not import Ray: a service removes what its private Ray has left.
+This module does not import Ray, so that a service can remove the files of its private Ray cheaply.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rlhfless.util.folders import NotPrivate, private, require_safe_place
 FOLDER = "ray"
 
 SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
-"""Longest path of a socket (sun_path of sys/un.h)."""
+"""Maximum length of a socket's path in bytes (sun_path of sys/un.h)."""
 
 LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""Below Ray's temporary folder; the last number is a process id."""
+"""The longest socket path below Ray's temporary folder; the last number is a process id."""
 
 GONE_S = 5.0
-"""Longest wait until processes that have been killed write into the folder no more."""
+"""Timeout for killed processes to stop writing into the folder."""
 
 
 def make(owner: Path) -> Path:
-    """Make a new folder for a private Ray in `owner`, and remove the files of an earlier one. Return the path for Ray's
-    temporary folder. Raises NotPrivate."""
+    """Create a folder for a private Ray in `owner`, replacing an earlier one, and return the path for Ray's temporary
+    folder. Raises NotPrivate."""
     require_safe_place(owner / FOLDER)
     remove(owner)
     home = private(owner / FOLDER)
@@ -70,7 +70,7 @@ def _fits(folder: Path) -> bool:
 
 
 def remove(owner: Path) -> None:
-    """Remove the private Ray's folder in `owner`, if any; its processes have ended, or are about to."""
+    """Remove the private Ray's folder in `owner`, if any. Its processes must have ended, or be about to end."""
     home, end_s = owner / FOLDER, time.monotonic() + GONE_S
     with suppress(OSError):
         if home.lstat().st_uid != os.getuid():

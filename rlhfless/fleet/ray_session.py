@@ -1,11 +1,11 @@
-"""The one Ray session of this process: a private Ray on loopback, or a cluster that is joined; no other follows it.
+"""The only Ray session of this process: a private Ray on loopback, or a joined cluster.
 
-The APIs of Ray and Serve start a Ray by themselves when they are called without one. A late call, such as a deletion
-after the end of the run, would thus start a second Ray that nothing ends. This module alone may start a Ray;
-everywhere else `ray.init` is refused.
+The APIs of Ray and Serve start a Ray instance implicitly if there is none. A late call, such as a deletion after the
+end of the run, would thus start a second instance that is never stopped. Therefore only this module starts Ray, and
+`ray.init` raises NoRay afterwards.
 
-A private Ray is for this run alone: it listens on loopback, and asks for a token that only the user can read. The
-addresses on which a joined cluster listens are up to its administrator.
+A private Ray serves only this run: it listens on loopback, and requires a token that only the user can read. The
+administrator of a joined cluster decides on which addresses it listens.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 REACH_S = 10.0
-"""Longest wait for a cluster's port to answer; START_S is the longest wait for Ray to start or to accept this process.
-Ray itself would try a port that does not answer for a quarter of an hour."""
+"""Timeout for a connection to a cluster's port. Ray itself would retry for a quarter of an hour. START_S is the timeout
+for Ray to start, or to accept this process."""
 
 START_S = 180.0
 
@@ -51,7 +51,7 @@ TOKEN_FOLDER = ".ray"
 TOKEN_FILE = "auth_token"
 
 SIGACTION_BYTES = 1024
-"""More than a `struct sigaction` has on any system."""
+"""Larger than `struct sigaction` on any system."""
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
@@ -59,18 +59,18 @@ _init = ray.init
 
 
 class NoCluster(UserError):
-    """There is no cluster to run on: none answers at the address, or it is not safe to join."""
+    """There is no usable cluster: none answers at the address, or joining it is not safe."""
 
 
 class NoRay(RuntimeError):
-    """Ray was called before the run's Ray had started, or after it had ended."""
+    """A call would have started a second Ray instance, after the run's Ray had ended."""
 
 
 async def started(start: Callable[[], T], address: str | None, folder: Path) -> T:
-    """Run `start`, which starts a session, in its own thread; return its result. `folder`: files of a private Ray.
+    """Run `start`, which starts a session, in its own thread, and return its result. `folder`: files of a private Ray.
 
-    Raises NoCluster after START_S; the thread, in which Ray may still try, is abandoned. If the start of a private Ray
-    is cancelled, it is waited for and the Ray is ended: a start cannot be stopped half-way.
+    Raises NoCluster after START_S, and abandons the thread, in which Ray may still be trying. If the start of a private
+    Ray is cancelled, wait for it and then stop Ray, because a start cannot be interrupted.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     results: list[T | Exception] = []
@@ -81,9 +81,9 @@ async def started(start: Callable[[], T], address: str | None, folder: Path) -> 
             results.append(start())
         except Exception as error:
             results.append(error)
-        with contextlib.suppress(RuntimeError):  # nothing waits any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(done.set)
-        # Ray's processes ask the kernel to end them with the thread that started them (PR_SET_PDEATHSIG).
+        # Keep the thread: the kernel ends Ray's processes with the thread that started them (PR_SET_PDEATHSIG).
         threading.Event().wait()
 
     threading.Thread(target=attempt, name="start-ray", daemon=True).start()
@@ -101,9 +101,9 @@ async def started(start: Callable[[], T], address: str | None, folder: Path) -> 
         raise
     if isinstance(results[0], ConnectionError):
         raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {results[0]}") from results[0]
-    if isinstance(results[0], RayError):  # its head was replaced while this process joined, for example
+    if isinstance(results[0], RayError):  # for example, its head was replaced while this process joined
         raise NoCluster(f"Ray did not let this run in: {type(results[0]).__name__}: {results[0]}") from results[0]
-    if type(results[0]) is Exception:  # Ray's own, where one of its processes is not up in time
+    if type(results[0]) is Exception:  # raised by Ray if one of its processes does not start in time
         raise NoCluster(
             f"Ray did not start: {results[0]} See the logs in {folder / FOLDER}, and start again."
         ) from results[0]
@@ -113,7 +113,7 @@ async def started(start: Callable[[], T], address: str | None, folder: Path) -> 
 
 
 async def reach(address: str) -> None:
-    """Raises NoCluster if nothing listens at `host:port`. Ray checks addresses of other forms itself."""
+    """Raise NoCluster if nothing listens at `host:port`. Ray checks other forms of addresses itself."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -128,7 +128,7 @@ async def reach(address: str) -> None:
 
 
 def require_token(spec: PlacementSpec, environment: Mapping[str, str]) -> None:
-    """Raises NoCluster if a cluster that other machines can reach is to be joined without a token."""
+    """Raise NoCluster if the run would join a cluster that other machines can reach without a token."""
     address, mode = spec.ray_address or "", environment.get(AUTH_MODE, "")
     host = address.removeprefix("ray://").rpartition(":")[0]
     if mode.lower() != "disabled" or is_loopback(host) or spec.trusted_network:
@@ -142,7 +142,7 @@ def require_token(spec: PlacementSpec, environment: Mapping[str, str]) -> None:
 
 
 def join(address: str, code: Path | None = None) -> None:
-    """Connect this process to a cluster. `code`: working directory of all processes of the run. Raises ConnectionError
+    """Connect this process to a cluster. `code`: working directory for all processes of the run. Raises ConnectionError
     if there is no cluster."""
     environment: dict[str, Any] = {} if code is None else {"runtime_env": {"working_dir": str(code)}}
     with _own_handler(), _known_by_loopback() if _only_on_loopback(address) else contextlib.nullcontext():
@@ -151,14 +151,14 @@ def join(address: str, code: Path | None = None) -> None:
 
 
 def start_private(folder: Path, cores: int) -> None:
-    """Start a Ray on this machine that other machines cannot reach and other users cannot use, with its files in
-    `folder` (rlhfless.fleet.private_ray), `cores` CPU cores, and the GPUs that it finds."""
+    """Start Ray on this machine, unreachable from other machines and for other users, with its files in `folder`
+    (rlhfless.fleet.private_ray), `cores` CPU cores, and all GPUs that it finds."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # By default a folder below /tmp with a name that others can guess, and it holds code.
+    # The default is a folder with a guessable name below /tmp, and it contains code.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    # Ray runs its workers at niceness 15; here the workers are the run itself, so they get the normal priority.
+    # Ray's default is niceness 15; here the workers are the run itself, so give them normal priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Without the variable Ray asks for a token; "disabled" may be inherited from the environment of another cluster.
+    # Without the variable Ray requires a token; "disabled" may come from the environment of another cluster.
     os.environ.pop(AUTH_MODE, None)
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         private_token(Path.home())
@@ -168,21 +168,21 @@ def start_private(folder: Path, cores: int) -> None:
 
 
 def end() -> None:
-    """Leave the cluster; a private one ends, with every process it started."""
-    # Serve's callbacks for calls that were under way find no Ray any more, and would log that with a stack trace.
+    """Leave the cluster; a private one stops with all its processes."""
+    # Serve's callbacks for calls in progress would log stack traces, because Ray is gone.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     ray.shutdown()
 
 
 def is_lost() -> bool:
-    """Return whether processes of a private Ray have ended, such as by a signal to its process group."""
+    """Return whether any process of a private Ray has ended, such as by a signal to its process group."""
     node = worker._global_node
     return node is None or bool(node.dead_processes())
 
 
 def private_token(home: Path) -> Path:
-    """Return the file of Ray's token, made if missing and readable by the user alone: its reader can run code. Raises
-    NoCluster if that is not possible."""
+    """Return the file of Ray's token; create it if missing, and make it readable only by the user, because the token
+    allows running code. Raises NoCluster if that fails."""
     file = home / TOKEN_FOLDER / TOKEN_FILE
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def _write_token(file: Path) -> None:
     descriptor, new = tempfile.mkstemp(dir=file.parent)  # mode 0600, whatever the umask
     with os.fdopen(descriptor, "w") as stream:
         stream.write(secrets.token_hex(32))
-    with contextlib.suppress(FileExistsError):  # another run has made it meanwhile
+    with contextlib.suppress(FileExistsError):  # another run has created it meanwhile
         os.link(new, file)
     os.unlink(new)
 
@@ -210,7 +210,7 @@ def _write_token(file: Path) -> None:
 @contextmanager
 def _own_handler() -> Iterator[None]:
     """Restore this process's SIGTERM handler after the block: Ray's core sets one that prints a stack trace and aborts
-    the process three seconds later. Uses libc, because Python sets handlers in its main thread only."""
+    the process three seconds later. Uses libc, because Python sets handlers only in its main thread."""
     sigaction, saved = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(SIGACTION_BYTES)
     sigaction(int(signal.SIGTERM), None, saved)
     try:
@@ -220,8 +220,8 @@ def _own_handler() -> Iterator[None]:
 
 
 def _only_on_loopback(address: str) -> bool:
-    """Return whether a cluster is a private one of this machine: Ray would look for it at the machine's network
-    address, where it does not listen."""
+    """Return whether a cluster listens only on loopback of this machine. Ray would look for it at the machine's network
+    address."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not is_loopback(host):
         return False
@@ -234,8 +234,8 @@ def _only_on_loopback(address: str) -> bool:
 
 @contextmanager
 def _known_by_loopback() -> Iterator[None]:
-    """Make Ray use the loopback address for its node within the block, so that its processes listen there. On Linux it
-    would use the network address even if given 127.0.0.1."""
+    """Make Ray use the loopback address for its node within the block, so that its processes listen there. On Linux,
+    Ray would otherwise use the network address, even if given 127.0.0.1."""
     name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
     outside = os.environ.get(name)
     os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
@@ -260,8 +260,8 @@ def _refused(*_: Any, **__: Any) -> Any:
 
 
 def errors_to_log() -> None:
-    """Send Ray's messages about dead workers to the log: Ray prints them to standard output whatever `log_to_driver`
-    says (`listen_error_messages` in ray/_private/worker.py)."""
+    """Redirect Ray's messages about dead workers to the log. Ray prints them to standard output and ignores
+    `log_to_driver` (`listen_error_messages` in ray/_private/worker.py)."""
 
     def to_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001 (Ray's signature)
         for line in data["lines"]:

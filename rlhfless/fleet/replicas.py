@@ -1,4 +1,4 @@
-"""The replicas of one function: start them, take over replicas that an earlier driver left, probe, and stop."""
+"""The replicas of one function: start them, adopt those of an earlier driver, probe, and stop them."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Blueprint:
     kind: FunctionSpec
     deployment: type
     settings: Callable[[Allocation], Any]
-    """The deployment's settings for a replica in an allocation whose devices are bound."""
+    """Returns the deployment's settings for a replica on an allocation with bound devices."""
     allocations: tuple[Allocation, ...]
-    """The allocations of replica 0, 1, ...; their number is the largest number of replicas at a time."""
+    """One allocation per slot: their number is the maximum number of replicas at a time."""
     bounds: Bounds
 
 
 log = logging.getLogger(__name__)
 
 PROBE_S = 10.0
-"""Longest wait for an answer that costs a replica nothing. Long, because all cores may be busy."""
+"""Timeout for an answer that costs a replica nothing. It is long, because all cores may be busy."""
 
 TELLS_S = 15.0
-"""Added to the limit of a start before the fleet gives up: an engine that takes too long reports what it did last."""
+"""Added to the timeout of a start, so that an engine that takes too long can report its last activity."""
 
 
 @dataclass(eq=False)
 class Replicas:
-    """All replicas of a function, by name and by slot, the number of their allocation."""
+    """All replicas of a function, by name and by slot, the index of their allocation."""
 
     _cluster: Cluster
     _devices: RunDevices
@@ -71,7 +71,7 @@ class Replicas:
         return self._allocations
 
     def set_allocation(self, slot: int, allocation: Allocation) -> None:
-        """Give the next replica at a slot, which must be empty, other devices."""
+        """Set the devices of the next replica at a slot, which must be empty."""
         assert self.at(slot) is None, f"{self.function} has a replica at slot {slot}, whose devices it keeps"
         self._allocations = (*self._allocations[:slot], allocation, *self._allocations[slot + 1 :])
 
@@ -86,7 +86,7 @@ class Replicas:
         return next(slot for slot, allocation in enumerate(self.allocations) if allocation is replica.allocation)
 
     def places(self, replica: Replica) -> list[str]:
-        """Return the names of its devices in the cluster."""
+        """Return the cluster-wide names of a replica's devices."""
         return self._devices.places(replica.allocation)
 
     def must_come(self, slot: int) -> bool:
@@ -94,7 +94,7 @@ class Replicas:
         return self._devices.must_come(self.allocations[slot])
 
     def replicas(self) -> tuple[Replica, ...]:
-        """Return the replicas that hold a device, in the order of their starts."""
+        """Return the replicas that hold devices, in the order of their starts."""
         return tuple(r for r in self._replicas.values() if r.state.holds_device)
 
     def serving(self) -> tuple[Replica, ...]:
@@ -102,16 +102,16 @@ class Replicas:
 
     @property
     def lost(self) -> int:
-        """Replicas that were given up while needed, since the attempt started."""
+        """Number of replicas given up while needed, since the attempt started."""
         return sum(replica.lost for replica in self._replicas.values())
 
     # -- starting
 
     async def start_one(self, slot: int) -> Replica:
-        """Take devices and start a replica in a slot; return when it is up (STALE).
+        """Acquire devices, start a replica at a slot, and wait until it is up (STALE).
 
-        Raises FleetError if the slot is taken, its devices do not come, or the start fails. An error of the constructor
-        that the user can correct is raised as itself.
+        Raises FleetError if the slot is taken, its devices do not arrive, or the start fails. Errors that the user can
+        correct are raised unchanged.
         """
         await self.remove_dead()
         replica = self._launch(slot)
@@ -143,12 +143,12 @@ class Replicas:
         return replica
 
     async def _call_off(self, replica: Replica) -> None:
-        """Remove a replica whose start has failed or been cancelled, or that does not fall asleep."""
+        """Remove a replica whose start failed or was cancelled, or that failed to fall asleep."""
         replica.mark_ended()
         await asyncio.shield(self._remove([replica.name]))
 
     async def _remove(self, names: Sequence[str]) -> None:
-        """Stop replicas, and return devices that no other replica uses."""
+        """Stop replicas, and release devices that no other replica uses."""
         await self._cluster.delete(names)
         await self._devices.release(*names)
 
@@ -158,7 +158,7 @@ class Replicas:
                 f"no device is free for another {self.function} replica: {len(self.replicas())} of "
                 f"{len(self.allocations)} are running"
             )
-        # Names are never used twice, so that a late answer cannot be taken for another replica's.
+        # Names are never reused, so that a late answer cannot be mistaken for another replica's.
         name = self._name(self._launches)
         self._launches += 1
         replica = self._replicas[name] = Replica(name, self.function, self.allocations[slot], self._recorder)
@@ -167,7 +167,7 @@ class Replicas:
     def _name(self, number: object) -> str:
         return f"{self._call.run_id}-{self.function}-{number}"
 
-    # -- taking over
+    # -- adoption
 
     async def adopt(self, names: Sequence[str], call: Call) -> None:
         """Adopt replicas of an earlier driver of the run; stop replicas with other settings."""
@@ -180,7 +180,7 @@ class Replicas:
         handle = self._cluster.handle(name)
         try:
             reply = await asyncio.wait_for(handle.describe.remote(call), PROBE_S)
-        except Exception as error:  # whatever the fault, the replica can be replaced
+        except Exception as error:  # after any fault, the replica can be replaced
             log.warning("%s of an earlier attempt does not answer; stopping it: %r", name, error)
             await self._cluster.delete([name])
             return
@@ -199,10 +199,10 @@ class Replicas:
         log.info("%s of an earlier attempt has other settings; stopping it", name)
         await self._cluster.delete([name])
 
-    # -- the lost
+    # -- lost replicas
 
     async def probe_all(self, call: Call) -> None:
-        """Ask all replicas for a sign of life, and give up silent ones."""
+        """Probe all replicas, and give up those that do not answer."""
         await gather_or_cancel(*(self._probe(replica, call) for replica in self.replicas() if replica.info))
 
     async def _probe(self, replica: Replica, call: Call) -> None:
@@ -214,7 +214,7 @@ class Replicas:
             replica.give_up(str(silence))
 
     async def remove_dead(self) -> None:
-        """Delete lost replicas, so that Serve does not revive them and their allocations are free."""
+        """Delete lost replicas, so that Serve does not restart them and their allocations are free."""
         dead = [name for name, replica in self._replicas.items() if replica.state is ReplicaState.DEAD]
         remains = [name for name in dead if name not in self._removed]
         self._removed.update(remains)
@@ -223,8 +223,8 @@ class Replicas:
     # -- stopping
 
     async def stop(self, *replicas: Replica) -> None:
-        """Drain and stop replicas; return when their processes are gone and the devices free. Idempotent. A replica
-        that belongs to a newer attempt of the run is not stopped."""
+        """Drain and stop replicas, and wait until their processes are gone and the devices free. Idempotent. Replicas
+        of a newer attempt of the run are not stopped."""
         await self.remove_dead()
         running = [replica for replica in replicas if replica.state.holds_device]
         for replica in running:
@@ -240,7 +240,7 @@ class Replicas:
             replica.mark_ended()
 
     async def _say_stop(self, replica: Replica) -> bool:
-        """Let a replica end its own processes before it is killed. Return False if it belongs to a newer attempt."""
+        """Let a replica stop its own processes before it is killed. Return False if it belongs to a newer attempt."""
         if replica.state not in (ReplicaState.DRAINING, ReplicaState.SLEEPING) or replica.info is None:
             return True
         try:

@@ -3,16 +3,17 @@
     async with pool.turn(call):
         ...   # this function's replicas are awake; all others on its devices are asleep
 
-Functions of a run: a turn ends when another function wants one and no call of the owner is under way. Until then its
-replicas stay awake, so consecutive calls of one function cost nothing. The owner falls asleep before the next function
-wakes: two of them never hold the device's memory, whatever the functions promise, and a wake reads how much is free.
+Functions of a run: a turn ends when another function wants one and no call of the owner is in progress. Until then its
+replicas stay awake, so consecutive calls of one function have no overhead. The owner falls asleep before the next
+function wakes, so two functions never hold the device's memory at once, and a wake-up can measure the free memory.
 
-Several runs (`placement.tenants`): the owner also needs the run's turn, which the reservation manager gives
-(rlhfless.fleet.reservations). It is taken before a function wakes, and passed on, with all functions asleep, when
-another run waits for it and this run's phase is over. A run that is alone on its devices never sleeps for nothing.
+Several runs (`placement.tenants`): the owner also needs the run's turn, which the reservation manager grants
+(rlhfless.fleet.reservations). The run takes its turn before a function wakes. It passes the turn on, with all functions
+asleep, when another run waits for it and this run's phase is over. While no other run waits, the functions stay awake
+between phases.
 
-Invariants: calls of the owner never wait for a function that wants the turn, so a turn may be taken inside a turn of
-the same function. A switch that failed or was cancelled leaves no owner, and the next one puts all others to sleep.
+Invariants: calls of the owner never wait for a function that wants the turn, so turns of the same function may be
+nested. After a failed or cancelled switch there is no owner, and the next switch puts all other functions to sleep.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ log = logging.getLogger(__name__)
 
 
 RETRY_S = 1.0
-"""Time between two calls to a reservation manager that cannot be reached."""
+"""Delay between calls to an unreachable reservation manager."""
 
 MORE_S = 10.0
-"""Longest wait for one more device during a phase. It is short, because the run keeps its other devices meanwhile, and
-the owner of the awaited device may wait for those. An actor that gets no device in time starts in a later phase."""
+"""Timeout for another device during a phase. It is short, because the run keeps its other devices meanwhile, and the
+owner of the device may be waiting for those. An actor without a device by then starts in a later phase."""
 
 PAUSE_S = 0.05
-"""A longer pause between two calls ends a phase: calls of one phase follow each other within milliseconds, and a change
-of turn costs hundreds of milliseconds to seconds."""
+"""A longer pause between calls ends a phase: calls of a phase follow each other within milliseconds, and a change of
+turn takes from hundreds of milliseconds to seconds."""
 
 
 class SharedDevices:
@@ -56,11 +57,11 @@ class SharedDevices:
         self._devices = devices
         self._allocations = allocations
         self._owned: dict[str, str] = {}
-        """The reservation of each group on which it is the run's turn; devices that were lost and taken again have
-        another reservation."""
+        """The reservation of each device group on which it is the run's turn. Devices that were lost and reacquired
+        have another reservation."""
 
     async def take(self, within_s: float | None = None) -> None:
-        """Wait for the run's turn on all of them. Idempotent. Raises NoDevices after `within_s`, by default
+        """Wait for the run's turn on all of the devices. Idempotent. Raises NoDevices after `within_s`, by default
         `timeouts.devices_s`."""
         held = self._held()
         if held.items() <= self._owned.items():
@@ -78,8 +79,8 @@ class SharedDevices:
         self._owned = held
 
     async def pass_on(self) -> None:
-        """Pass the turn on; nothing of the run is awake on the devices. Idempotent. A manager that cannot be reached
-        keeps reporting that they are wanted, so the next pass succeeds."""
+        """Pass the turn on. The run must have nothing awake on the devices. Idempotent. If the manager is unreachable,
+        the turn stays wanted, and a later call passes it on."""
         self._owned = {}
         if held := self._held():
             try:
@@ -88,7 +89,7 @@ class SharedDevices:
                 log.warning("the run's turn was not passed on yet: %s", error)
 
     async def wait_wanted(self) -> None:
-        """Wait until another run waits for one of them. Raises StaleCall."""
+        """Wait until another run wants one of the devices. Raises StaleCall."""
         while True:
             try:
                 if await self._devices.ask("wanted", sorted(self._held()), SAY_S):
@@ -112,7 +113,7 @@ class Taker(Protocol):
 
 
 class Turns:
-    """The turns of functions that share devices, directly or through others."""
+    """The turns of functions that share devices, directly or via other functions."""
 
     def __init__(self, takers: Sequence[Taker], shared: SharedDevices | None = None) -> None:
         self._takers = takers
@@ -122,12 +123,12 @@ class Turns:
         self._calls = 0
         """Calls of the owner in progress."""
         self._entries = 0
-        """Calls so far."""
+        """Number of calls so far."""
         self._waiting: list[asyncio.Future[None]] = []
 
     @contextlib.asynccontextmanager
     async def of(self, taker: Taker, call: Call) -> AsyncIterator[None]:
-        """Make `taker` the owner of the devices within the block. Raises what falling asleep or waking raised."""
+        """Make `taker` the owner of the devices within the block. Raises the errors of sleep and wake-up."""
         while self._owner is not taker:
             if self._switching or self._calls:
                 await self._wait_for_change()
@@ -144,7 +145,7 @@ class Turns:
             self._notify_change()
 
     async def put_all_to_sleep(self, call: Call) -> None:
-        """Put the replicas of all functions to sleep, such as replicas of an earlier driver, which may be awake."""
+        """Put the replicas of all functions to sleep, such as those of an earlier driver, which may be awake."""
         await gather_or_cancel(*(taker.fall_asleep(call) for taker in self._takers))
 
     async def _switch(self, taker: Taker, call: Call) -> None:
@@ -160,7 +161,7 @@ class Turns:
             self._notify_change()
 
     async def lend(self, call: Call) -> None:
-        """Pass the run's turn on whenever another run waits for it and its phase is over. Ends with StaleCall."""
+        """Pass the run's turn on whenever another run waits for it and the phase is over. Raises StaleCall."""
         while self._shared is not None:
             await self._shared.wait_wanted()
             await self._wait_phase_over()
@@ -173,7 +174,7 @@ class Turns:
                 self._notify_change()
 
     async def _wait_phase_over(self) -> None:
-        """Wait until no call has been in progress for PAUSE_S."""
+        """Wait until no call has been in progress or started for PAUSE_S."""
         entries = -1
         while self._switching or self._calls or entries != self._entries:
             entries = self._entries
@@ -194,11 +195,11 @@ class Turns:
 def take_turns(
     pools: Iterable[ReplicaPool], shared: Callable[[Sequence[Allocation]], SharedDevices] | None = None
 ) -> list[Turns]:
-    """Let pools that share devices, and hold memory there, take turns.
+    """Make pools that share devices, and hold memory there, take turns.
 
-    All devices that a chain of such pools joins have one owner: the learner's ranks work together, so the learner owns
-    all of its devices or none. With `shared`, which makes the run's turn among runs, a pool alone on its devices takes
-    turns, too.
+    Pools connected through common devices form one set with one owner: the learner's ranks work together, so the
+    learner owns all of its devices or none. With `shared`, which creates the run's turn among runs, a pool that is
+    alone on its devices takes turns too.
     """
     left, turns = [pool for pool in pools if pool.kind.phases is not no_phases], []
     while left:

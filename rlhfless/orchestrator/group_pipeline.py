@@ -1,7 +1,7 @@
-"""Score groups and compute their per-token outputs while generation goes on.
+"""Score groups and compute their per-token outputs while generation continues.
 
-Each stage sends all waiting groups in one call. Before the call it waits WINDOW_S for more groups, because groups end
-in bursts; after the last group it does not wait.
+Each stage sends all waiting groups in one call. Before the call it waits WINDOW_S for more groups, because groups
+complete in bursts; after the last group it does not wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 WINDOW_S = 0.03
 """Seconds that a stage waits for more groups after the first. A call costs about 4 ms of transport on cores that
-generation needs. Most of a step's 32 groups come within 30 ms of another one, and a step takes seconds."""
+generation needs. Most of a step's 32 groups complete within 30 ms of another one, and a step takes seconds."""
 
 ScoredGroups = Sequence[Sequence[Score]]
 ScoreGroups = Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
@@ -29,10 +29,10 @@ ComputeColumn = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArr
 async def collect(
     groups: AsyncIterator[Group], count: int, score: ScoreGroups, columns: Mapping[str, ComputeColumn]
 ) -> Experience:
-    """Run `score` and each of `columns` on groups as they complete; returns all groups with the results.
+    """Run `score` and each of `columns` on groups as they complete, and return all groups with the results.
 
-    After `count` groups the stages do not wait for more, although the stream may not have ended. Raises RuntimeError if
-    the stream ends earlier, and what a stage or the stream raises; then the other stages are cancelled.
+    After `count` groups the stages do not wait for more, even if the stream has not ended. Raises RuntimeError if the
+    stream ends earlier, or the error of a stage or the stream, which cancels the other stages.
     """
     complete: dict[str, Group] = {}
     stages: dict[str, _Stage[Any]] = {name: _Stage(work) for name, work in {"score": score, **columns}.items()}
@@ -56,7 +56,7 @@ async def collect(
 
 
 async def with_columns(experience: Experience, columns: Mapping[str, ComputeColumn]) -> Experience:
-    """Compute per-token outputs when all groups are there, and add them to the experience."""
+    """Compute per-token outputs of complete experience, and add them to it."""
     groups = experience.groups
     for name, compute in columns.items():
         values = await compute(groups)
@@ -65,7 +65,7 @@ async def with_columns(experience: Experience, columns: Mapping[str, ComputeColu
 
 
 class _Stage(Generic[T]):
-    """A consumer of groups that computes a T for each sample."""
+    """A consumer of groups that computes a T for each sample, in batches."""
 
     def __init__(self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[T]]]]) -> None:
         self._work = work

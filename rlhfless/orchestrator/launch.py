@@ -227,8 +227,8 @@ ROOM_S = 60.0
 async def require_room(
     spec: RunSpec, prepared: Prepared, placement: Placement, nodes: Sequence[Node], own: Sequence[Path]
 ) -> None:
-    """Check that each node has memory for the run's weights. `own`: folders with the weights of a resumed run, which
-    already take room. Raises InputError with the shortage of each node."""
+    """Check that each node has room for storing the run's weights and loading the models. `own`: folders with weights
+    of a resumed run, which are already there. Raises InputError with the shortage of each node."""
     needed = needed_by_node(spec, prepared, placement)
     folders = [str(folder) for folder in own]
     rooms = await asyncio.to_thread(on_each_node, room_at, str(store_base(spec)), folders, timeout_s=ROOM_S)

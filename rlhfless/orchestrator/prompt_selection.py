@@ -1,32 +1,34 @@
-"""Choose the prompts of each step, from the data's order, the history of each prompt, and deferred groups.
+"""Choose the prompts of each step from the data's order, the history of each prompt, and deferred groups.
 
-`PromptHistory` is one record of lengths, signals and responses of each prompt, whichever actors generated them:
+`PromptHistory` records lengths, signals and responses of each prompt, independent of the actors that generated them:
 
+- Lengths, for forecasts of the prompt's next samples. The scaling policy updates them when it sees a step's samples, so
+  that the simulator, which has no rollouts, can run the same code.
+- Signals: for each step, whether the rewards of the prompt's samples differed. Samples whose reward failed are ignored.
+  `prompts` chooses prompts without a signal less often. A step's own filter of such groups (`with_redraws`) needs no
+  record.
+- The newest responses, as drafts for engines. An engine gets the responses of a prompt with each request for it, and
+  indexes them together with the samples in progress (functions/generation/vllm/drafter.py). They change no sample, so
+  they may be lost. The newest responses of each prompt are kept, so that those of older weights disappear, for the most
+  recently generated prompts, up to a total number of tokens.
 
-- `lengths`: what forecasts of the prompt's next samples need. The scaling policy adds to it where it sees a step's
-  samples, because it forecasts from the same view, and the simulator, which has no rollouts, runs the same code.
-- Whether the prompt's samples differed in their rewards, by step, without those whose reward failed: `prompts` draws a
-  prompt less often that was without signal. A step's own filter of such groups needs no record (`Redraws`).
-- The newest responses: drafts for an engine, which gets those of a prompt with the first request of it and indexes them
-  beside what it is drawing (functions/generation/vllm/drafter.py).
-  They change no sample, so they may be lost: of each prompt the newest are
-  kept, so that older weights fade, and of all prompts those that were drawn last, up to a number of tokens.
+A resumed run reads the history from the trace, which has the rollouts of each step once, and at a checkpoint those of
+all steps before it. It has responses only with `logging.record_tokens`. The journal returns the responses of later
+steps.
 
-A resumed run reads all of it from the trace, which has the rollouts of each step once, and at a checkpoint those of all
-steps before it; responses only with `logging.record_tokens`. The journal gives back the responses of steps since then.
+A prompt of a step that had no signal k times in a row is kept with a probability of max(floor, factor^k), and otherwise
+replaced by another prompt. Hard prompts thus return when the policy can solve them sometimes, and easy ones now and
+then. A single signal restores a prompt at once.
 
-Of the prompts that a step would draw, one that was without signal k times in a row stays with a chance of
-max(floor, factor^k); another takes the place of one that does not. So hard prompts come back once the policy can solve
-them sometimes, and easy ones now and then. A prompt with a signal is drawn as before at once.
+Invariant: the prompts of a step depend only on the seed, the step, and the results of the steps up to
+step - 1 - max_staleness, which the run has always learned from when the step starts. A repeated step has the same
+prompts.
 
-Invariant: the prompts of a step follow from the seed, the step, and what the steps up to step - 1 - max_staleness drew,
-which have been learned from whenever it begins. So a step that is done again has the same prompts.
-
-With `schedule: partial` (`select`) steps do not learn from all groups that they start. Prompts are started in the order
-of the data, and no more than the run's steps learn from. A group that a step defers is finished by a later one, so at
-the end of the run none is left: a run learns from all groups that it starts, whatever their lengths. Invariants: each
-step learns from `prompts_per_step` groups; which groups a step starts, and which it learns from, is in the journal
-before they have any effect, so a step that is repeated has the same groups.
+With `schedule: partial` (`select`), steps do not learn from all groups that they start. Prompts are started in the
+order of the data, and only as many in total as the run's steps learn from. A later step finishes deferred groups, so
+none is left at the end: a run learns from all groups that it starts, whatever their lengths. Invariants: each step
+learns from `prompts_per_step` groups. The groups that a step starts and those it learns from are journaled before they
+have any effect, so a repeated step has the same groups.
 """
 
 from __future__ import annotations
@@ -51,23 +53,23 @@ from rlhfless.scaling.selection import is_due, new_groups
 from rlhfless.spec import DrawLessSpec, PartialSpec, RunSpec
 
 MOST_RESPONSES = 16
-"""Of a prompt. More find hardly more, and travel with each request."""
+"""Maximum responses per prompt. More would hardly improve drafts, and are sent with each request."""
 
 MOST_TOKENS = 1 << 24
-"""Of the responses to all prompts: 64 MiB."""
+"""Maximum tokens of all responses: 64 MiB."""
 
 
 class PromptHistory:
-    """Lengths, signals and responses of each prompt, by its id. If prompts of several data sets share an id, drafts are
-    worse and samples the same."""
+    """Lengths, signals and responses of each prompt, by prompt id. If prompts of several data sets share an id, drafts
+    are worse, but samples do not change."""
 
     def __init__(self, spec: RunSpec, most_tokens: int = MOST_TOKENS) -> None:
-        """Signals and responses are kept if the spec uses them."""
+        """Signals and responses are recorded only if the spec uses them."""
         assert spec.prompts is not None, "a run that generates has prompts"
         self._spec, self._draw_less = spec, spec.prompts.draw_less
         self.lengths = LengthPredictor(spec.generation.max_tokens)
         self._signals: defaultdict[str, dict[int, bool]] = defaultdict(dict)
-        """By prompt and step: whether its samples differed in reward."""
+        """Whether a prompt's samples differed in reward, by prompt and step."""
         self._responses: OrderedDict[str, deque[IntArray]] = OrderedDict()
         self._most_tokens, self._tokens = most_tokens, 0
 
@@ -89,7 +91,7 @@ class PromptHistory:
             if usable(rollout.reward_failures, self._spec.scoring):
                 rewards[rollout.prompt_id, rollout.step][rollout.sample_index] = rollout.reward
         for (prompt_id, step), of_samples in rewards.items():
-            if len(of_samples) > 1:  # fewer say nothing about the prompt
+            if len(of_samples) > 1:  # a single sample says nothing about the prompt
                 self._signals[prompt_id][step] = differ([*of_samples.values()])
 
     def ended(self, rollouts: Iterable[Rollout]) -> None:
@@ -99,7 +101,7 @@ class PromptHistory:
                 self._remember(rollout.prompt_id, rollout.token_ids)
 
     def responses(self, prompt_ids: Iterable[str]) -> dict[str, tuple[IntArray, ...]]:
-        """Return the responses to these prompts, newest last; without prompts that have none."""
+        """Return the responses to these prompts, newest last, for the prompts that have any."""
         return {name: tuple(self._responses[name]) for name in prompt_ids if name in self._responses}
 
     def prompts(self, order: PromptOrder, step: int, n: int) -> list[Prompt]:
@@ -138,9 +140,9 @@ class PromptHistory:
 def select(
     spec: RunSpec, step: int, order: PromptOrder, history: PromptHistory, journal: Journal
 ) -> tuple[Sequence[Prompt], Selection | None]:
-    """Choose the prompts of a step, oldest first, and which groups it learns from; None if from all.
+    """Choose the prompts of a step, oldest first, and its group selection; None if it learns from all groups.
 
-    Raises JournalError, and InputError for a started prompt that is no longer in the data.
+    Raises JournalError, or InputError if the data no longer has a started prompt.
     """
     schedule, wanted = spec.schedule, spec.prompts_per_step
     if not isinstance(schedule, PartialSpec):
@@ -150,7 +152,7 @@ def select(
         return _selection(schedule, step, order, taken, wanted)
     left = [group for group in known if group.begun < step]
     began = wanted * (step - 1) + len(left)
-    """Groups that earlier steps started; they learned from them or deferred them."""
+    """Number of groups that earlier steps started, learned or deferred."""
     count = new_groups(schedule, wanted, len(left), wanted * spec.steps - began, len(order))
     new = [group for group in known if group.begun == step]
     if not new and count:
@@ -171,7 +173,7 @@ def _selection(
 
 
 def _sequence(order: PromptOrder, history: PromptHistory, wanted: int, began: int) -> Iterator[Prompt]:
-    """Yield the run's prompts in order, batch after batch, without the first `began`."""
+    """Yield the run's prompts in order, batch after batch, after the first `began`."""
     batch, place = divmod(began, wanted)
     while True:
         yield from history.prompts(order, batch + 1, wanted)[place:]
@@ -179,7 +181,7 @@ def _sequence(order: PromptOrder, history: PromptHistory, wanted: int, began: in
 
 
 def _distinct(sequence: Iterator[Prompt], order: PromptOrder, step: int, used: set[str]) -> Iterator[Prompt]:
-    """Yield the prompts of a sequence, each once: another prompt takes the place of one that is `used`."""
+    """Yield the prompts of a sequence, with each `used` prompt replaced by another, so that none repeats."""
     for prompt in sequence:
         chosen = prompt if prompt.prompt_id not in used else order.others(step - 1, 1, used)[0]
         used.add(chosen.prompt_id)

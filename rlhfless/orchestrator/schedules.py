@@ -1,6 +1,6 @@
-"""The order in which the steps of a run generate and learn. A user's own schedule is named by import path.
+"""Schedules: the order in which the steps of a run generate and learn. A spec names its own schedule by import path.
 
-Which groups a step generates and learns from is not decided here: see rlhfless.orchestrator.prompt_selection."""
+Group selection is independent of order; see rlhfless.orchestrator.prompt_selection."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, ScheduleSpec, 
 from rlhfless.spec.extension import make
 
 Data = Experience | PackedBatch
-"""What a step learns from: what was drawn, or in a run that draws nothing, the batch of its examples."""
+"""The training data of a step: generated experience, or a batch of examples in a supervised run."""
 
 
 class Steps(Protocol):
-    """The actions that a schedule orders. Steps count from 1; each is drawn once and then trained on once, in order.
+    """The actions that a schedule orders. Steps count from 1. Each has one rollout, then one training, in order.
 
-    Steps may overlap: a step draws with the weights that were published last when its rollout begins.
+    Steps may overlap: a rollout generates with the newest weights at its start, or newer ones.
     """
 
     async def rollout(self, step: int) -> Data:
-        """Draw the samples of a step, and score them. A rollout that is under way, or done and not trained on, goes on
-        when this call is cancelled; another call for the step gets its result."""
+        """Generate and score the samples of a step. If this call is cancelled, the rollout continues, and the next call
+        for the step, before its training, returns the same rollout's result."""
 
     async def train(self, step: int, experience: Data) -> None:
-        """Learn from a step's samples, publish the weights, and do what the spec wants after the step."""
+        """Learn from a step's samples, publish the weights, then evaluate and checkpoint if due."""
 
 
 class Schedule(Protocol):
-    """Drives steps. After a fault a new schedule is made, which begins with the first step that is not done."""
+    """Drives steps. After a fault, a new schedule is created, which starts at the first unfinished step."""
 
     async def drive(self, steps: Steps, first: int, last: int) -> None:
-        """All steps from `first` to `last`. Errors of a step go to the caller, which recovers."""
+        """Run all steps from `first` to `last`. Errors of a step propagate to the caller, which recovers."""
 
 
 class StepsAhead:
-    """Start rollouts up to `steps_ahead` steps ahead of the learner, which takes steps in order; with 0, one by one.
+    """Starts rollouts up to `steps_ahead` steps ahead of the learner; with 0, rollout and training alternate.
 
-    When step k is to be learned, version k - 1 is the newest, and the rollout of step k started with version
-    k - 1 - steps_ahead or a newer one: no sample is older than that.
+    When the learner starts step k, version k - 1 is the newest. The rollout of step k started with version
+    k - 1 - steps_ahead or newer, so no sample is older than that.
     """
 
     def __init__(self, settings: SyncSpec | PartialSpec | OneStepOffSpec | AsyncSpec) -> None:
@@ -59,7 +59,7 @@ class StepsAhead:
 
         try:
             for step in range(first, last + 1):
-                # Engines that have one version at a time finish this step's samples before they take on others.
+                # Engines with one version at a time finish this step's samples before those of later steps.
                 start(step, step + self._ahead if self._in_flight else step)
                 experience = await rollouts[step]
                 start(step, step + self._ahead)
@@ -77,6 +77,6 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 
 
 def schedule_of(settings: ScheduleSpec) -> Schedule:
-    """The schedule of a spec. Raises TargetError if a user's own schedule cannot be imported."""
+    """Return the schedule of a spec. Raises TargetError if a user's own schedule cannot be imported."""
     schedule: Schedule = make(settings, BUILT_IN)
     return schedule

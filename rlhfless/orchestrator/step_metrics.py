@@ -1,4 +1,4 @@
-"""The metrics of a step and of an evaluation, under the names that telemetry declares."""
+"""Compute the metrics of a step and of an evaluation, under the names that telemetry declares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhfless.spec import EvaluationSpec, RunSpec, ScoringSpec
 
 
 def rollout_metrics(experience: Experience, kept: Experience, prompts: int) -> dict[str, float]:
-    """Figures of the rollouts of a step for `prompts` prompts. `kept` are those that did not fail."""
+    """Return the metrics of a step's rollouts. `kept`: the usable samples. `prompts`: the number of groups wanted."""
     samples = experience.samples
     lengths = np.array([sample.model_tokens for sample in samples])
     prompt_tokens = np.array([len(group.prompt.token_ids) for group in experience.groups for _ in group.samples])
@@ -47,8 +47,8 @@ def step_metrics(
     drawn: Mapping[str, float],
     learned: Mapping[str, float],
 ) -> dict[str, float]:
-    """All metrics of a step that ends now. `kept` is the part of its experience that was trained on; `drawn` are the
-    result of `rollout_metrics`."""
+    """Return all metrics of a step that ends now. `kept`: the part of its experience that was trained on. `drawn`: the
+    result of `rollout_metrics`. `learned`: the metrics of the trained functions."""
     begun, stage = context.begun, context.stage
     times = run.ledger.step_times(begun, time.time())
     seconds = times.phases_s
@@ -77,13 +77,13 @@ def step_metrics(
 
 
 def own_seconds(times: StepTimes) -> dict[str, float]:
-    """Seconds of functions that few runs have: a critic, and columns of the user's own."""
+    """Return the seconds of optional functions: a critic, and a user's own per-token outputs."""
     seconds = times.phases_s
     return {f"{phase}_s": seconds[phase] for phase in (Phase.CRITIC, Phase.COLUMNS) if seconds[phase]}
 
 
 def resumed_metrics(stage: GenerationStage) -> dict[str, float]:
-    """Figures of what a step took over from earlier ones, and left to later ones; none if its schedule does neither."""
+    """Return the metrics of resumed samples and deferred groups; empty if the schedule defers nothing."""
     selection = stage.request.selection
     if selection is None:
         return {}
@@ -93,7 +93,7 @@ def resumed_metrics(stage: GenerationStage) -> dict[str, float]:
 
 
 def draft_metrics(calls: Iterable[Invocation]) -> dict[str, float]:
-    """Figures of drafts; none without speculation. Evaluations count: their engines are the same."""
+    """Return the metrics of drafts, including those of evaluations; empty without speculation."""
     calls = list(calls)
     drafted, accepted = (added(*(getattr(call, name) for call in calls)) for name in ("drafted", "accepted"))
     if not sum(drafted):
@@ -109,14 +109,14 @@ def draft_metrics(calls: Iterable[Invocation]) -> dict[str, float]:
 
 
 def tokens_per_s(calls: Iterable[Invocation]) -> float:
-    """Response tokens per second in which these calls drew any; 0 if none did."""
+    """Return the response tokens per second during which a call generated; 0 if none did."""
     drawing = [call for call in calls if call.work is Work.GENERATE]
     drawing_s = length(union((call.start_s, call.end_s) for call in drawing))
     return sum(call.output_tokens for call in drawing) / drawing_s if drawing_s else 0.0
 
 
 def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """Mean and spread of the reward, and the mean of each of its parts."""
+    """Return the mean and standard deviation of the reward, and the mean of each reward part."""
     totals = np.array([score.total for score in scores])
     return {
         "reward_mean": float(totals.mean()),
@@ -126,7 +126,7 @@ def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def mean_parts(scores: Sequence[Score]) -> dict[str, float]:
-    """Mean of each part of the reward, over the samples that have it; a part that no sample has is left out."""
+    """Return the mean of each reward part over the samples that have it."""
     values: dict[str, list[float]] = {}
     for score in scores:
         for part, value in score.parts.items():
@@ -135,23 +135,24 @@ def mean_parts(scores: Sequence[Score]) -> dict[str, float]:
 
 
 ENGINES = frozenset({Work.GENERATE, Work.PRECOMPUTE})
-"""Calls that compute prompts, and draw the responses."""
+"""Calls of engines, which compute prompts and generate responses."""
 
 COUNTED = frozenset({*ENGINES, Work.LOGPROBS, Work.LEARN})
-"""Calls that compute the prompts of a step, and have the tokens that they did not compute in the ledger."""
+"""Calls that compute the prompts of a step and report cached tokens."""
 
 
 def prompt_token_metrics(
     calls: Iterable[Invocation], drawn: Experience, kept: Experience, epochs_of: Callable[[str], int]
 ) -> dict[str, float]:
-    """`prompt_tokens_computed` and `prompt_tokens_unique` of each function with a call, and `prefix_tokens_evicted`.
-    `kept` is the part of the drawn samples that is trained on; `epochs_of` gives a function's passes over it."""
+    """Return `prompt_tokens_computed` and `prompt_tokens_unique` of each function with a call, and
+    `prefix_tokens_evicted`. `drawn`: all generated samples. `kept`: those trained on. `epochs_of` returns a function's
+    passes over them."""
     computed: defaultdict[tuple[str, Work], int] = defaultdict(int)
     evicted = 0
     for call in calls:
         evicted += call.evicted_tokens
         if call.work in COUNTED:
-            # Prompts are computed, and the responses drawn, by calls of several kinds.
+            # Several kinds of calls compute prompts for generation; count them together.
             work = Work.GENERATE if call.work in ENGINES else call.work
             computed[call.function, work] += call.input_tokens - call.cached_tokens
     unique = {id(experience): unique_prompt_tokens(experience) for experience in (drawn, kept)}
@@ -159,7 +160,7 @@ def prompt_token_metrics(
     metrics: defaultdict[str, float] = defaultdict(float, {PREFIX_TOKENS_EVICTED: float(evicted)} if draws else {})
     for (function, work), tokens in computed.items():
         fed, passes = (kept, epochs_of(function)) if work is Work.LEARN else (drawn, 1)
-        # Functions other than engines are fed the responses, too, and compute all of their tokens.
+        # Functions other than engines also get the responses, and compute all of their tokens.
         responses = 0 if work in ENGINES else sum(sample.model_tokens for sample in fed.samples)
         metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] += float(tokens - passes * responses)
         metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] += float(passes * unique[id(fed)])
@@ -167,14 +168,14 @@ def prompt_token_metrics(
 
 
 def unique_prompt_tokens(experience: Experience) -> int:
-    """Prompt tokens when each shared prefix is counted once."""
+    """Return the number of prompt tokens, with each shared prefix counted once."""
     prompts = [group.prompt.token_ids for group in experience.groups]
     counts = [len(group.samples) for group in experience.groups]
     return shared_prefixes(prompts, counts, last_alone=False).unique_tokens
 
 
 def evaluation_metrics(sampled: Experience, greedy: Experience, spec: RunSpec) -> dict[str, float]:
-    """Compute `reward_mean` over all held-out prompts, and `figures_of` each set, with `<set>/` before the names."""
+    """Return `reward_mean` over all held-out prompts, and `figures_of` each set, with names prefixed by `<set>/`."""
     sets = dict.fromkeys(group.prompt.source for group in sampled.groups)
     return mean_reward(sampled, spec.scoring) | {
         f"{name}/{figure}" if name else figure: value
@@ -184,40 +185,43 @@ def evaluation_metrics(sampled: Experience, greedy: Experience, spec: RunSpec) -
 
 
 def mean_reward(sampled: Experience, scoring: ScoringSpec) -> dict[str, float]:
-    """`reward_mean`: the mean weighted reward over the samples of all sets. One whose reward failed counts if samples
-    like it are learned from (`scoring.on_failure`)."""
+    """Return `reward_mean`, the mean weighted reward over the samples of all sets. Samples with a failed reward count
+    if training uses them (`scoring.on_failure`)."""
     scores = [sample.scored for sample in sampled.samples]
     totals = [score.total for score in scores if usable(score.failures, scoring)]
     return {"reward_mean": math.fsum(totals) / len(totals)} if totals else {}
 
 
 def figures_of(sampled: Experience, greedy: Experience, spec: EvaluationSpec) -> dict[str, float]:
-    """Of every reward part: `<part>`, its mean over the samples, which is mean@k for any k; `<part>_greedy`, its mean
-    over the greedy responses; and `<part>_pass@<k>` for each k that the spec asks for."""
+    """Return the metrics of each reward part: `<part>`, its mean over the samples (mean@k for any k);
+    `<part>_greedy`, its mean over the greedy responses; and `<part>_pass@<k>` for each k of the spec."""
     greedy_means = {f"{part}_greedy": value for part, value in mean_parts(greedy.scores).items()}
     passed: dict[str, float] = {}
     for part in mean_parts(sampled.scores):
         counts = [_counts(group, part, spec.pass_from) for group in sampled.groups]
         for k in spec.pass_at:
-            # A prompt with fewer than k samples whose reward did not fail is left out.
+            # Skip prompts with fewer than k samples whose reward did not fail.
             if enough := [(n, c) for n, c in counts if n >= k]:
                 passed[f"{part}_pass@{k}"] = pass_at(k, enough)
     return mean_parts(sampled.scores) | passed | greedy_means
 
 
 def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float:
-    """The chance that at least one of k samples of a prompt passes, mean over prompts of which (n samples, c that
-    passed) are known, n >= k: 1 - C(n - c, k) / C(n, k), which is unbiased (Chen et al., arXiv 2107.03374, eq. 1)."""
+    """Return the probability that at least one of k samples of a prompt passes, as a mean over prompts.
+
+    `counts`: for each prompt, its number of samples n >= k, and the number c that passed. Uses the unbiased estimator
+    1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1).
+    """
     return math.fsum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
 
 
 def _counts(group: Group, part: str, pass_from: float) -> tuple[int, int]:
-    """Samples of a prompt that have a reward part, and those of them with a high enough one. A failed part is missing:
-    it says nothing about the response."""
+    """Return the number of a prompt's samples with this reward part, and the number of those that pass. A failed part
+    is missing, because it says nothing about the response."""
     values = [sample.scored.parts[part] for sample in group.samples if part in sample.scored.parts]
     return len(values), sum(value >= pass_from for value in values)
 
 
 def _of(experience: Experience, source: str) -> Experience:
-    """The groups whose prompts are of a set."""
+    """Return the groups whose prompts come from a data set."""
     return Experience(tuple(group for group in experience.groups if group.prompt.source == source))

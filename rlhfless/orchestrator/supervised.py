@@ -1,8 +1,8 @@
-"""A run that learns from written responses: its steps, and the evaluation on held-out examples.
+"""A run that learns from given responses: its steps, and the evaluation on held-out examples.
 
-A step takes the next examples, adds reference logprobs if the loss needs them, and learns. Nothing is drawn, scored or
-published. Which examples a step has follows from the seed and its number alone, so a step that is done again, after a
-fault or in a resumed run, learns the same.
+A step takes the next examples, adds reference logprobs if the loss needs them, and learns. Nothing is generated, scored
+or published. The examples of a step depend only on the seed and its number, so a repeated step, after a fault or in a
+resumed run, has the same examples.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ from rlhfless.scaling.accounting import Phase
 
 @dataclass(kw_only=True)
 class SupervisedRun(BaseRun):
-    """A run in progress. `order` and `held_out` are of examples."""
+    """A supervised run in progress. `order` and `held_out` have examples."""
 
     under_way: dict[int, StepAttempt] = field(default_factory=dict)
     """The steps in progress, by number."""
     _objective: Objective = field(init=False)
     _columns: dict[str, list[FloatArray]] = field(default_factory=dict)
-    """By example: the reference logprobs of its sequences. They never change, and are computed once."""
+    """Reference logprobs of each example's sequences, by prompt id. They never change, and are computed once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._objective = objective_of(self.spec.type, self.spec.dpo, self.spec.learner.dtype)
 
     def begin(self, step: int) -> StepAttempt:
-        """Begin a step, or do it again."""
+        """Start an attempt of a step."""
         begun = self.under_way[step] = self.clock.begin(step, fleet_is_up=self.trainers.all_there)
         return begun
 
     def examples(self, step: int) -> list[Example]:
-        """The examples of a step."""
         return cast(list[Example], self.order.batch(step - 1, self.spec.prompts_per_step))
 
     async def batch_of(self, call: Call, examples: Sequence[Example]) -> PackedBatch:
-        """The batch of examples, with all columns that the loss needs."""
+        """Pack examples into a batch, with all per-token outputs that the loss needs."""
         batch = pack_examples(examples)
         for pool in self.helpers:
             new = [example for example in examples if example.prompt_id not in self._columns]
@@ -59,7 +58,7 @@ class SupervisedRun(BaseRun):
             parts = [values for example in examples for values in self._columns[example.prompt_id]]
             batch = batch.with_columns(**{pool.kind.column: batch.placed(np.concatenate(parts))})
             if not pool.bounds.idle or len(self._columns) == len(self.order) + len(self.held_out):
-                pool.release(0)  # it is not needed again soon, or ever
+                pool.release(0)  # its work is done for this step, or for the whole run
         return batch
 
     async def _compute(self, pool: ReplicaPool, call: Call, examples: Sequence[Example]) -> None:
@@ -70,28 +69,28 @@ class SupervisedRun(BaseRun):
             self._columns[example.prompt_id] = [next(parts) for _ in example.sequences]
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Mapping[str, float]:
-        """The figures of held-out examples, by the learner as it is now."""
+        """Return the metrics of examples with the learner's current weights."""
         outputs = await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
         return evaluate(self._objective, batch, outputs)
 
     def response_tokens(self, examples: Sequence[Example]) -> list[int]:
-        """Tokens of each response, with the end-of-sequence token that a policy learns."""
-        beside = int(self.spec.type == "reward_model")  # the token that stands for the score
+        """Return the number of tokens of each response, including the end-of-sequence token that a policy learns."""
+        beside = int(self.spec.type == "reward_model")  # the extra token at which the score is read
         return [len(tokens) - len(each.token_ids) - beside for each in examples for tokens in each.sequences]
 
     def close_step(self, record: StepRecord, response_tokens: Sequence[int]) -> None:
-        """Put the step into the ledger, and show its figures."""
+        """Record the end of a step, and emit its metrics."""
         self._close(record, {"response_tokens": response_tokens})
         self.under_way.pop(record.step, None)
 
 
 async def rollout(run: SupervisedRun, begun: StepAttempt) -> PackedBatch:
-    """The examples of a step. Raises ReplicaLost and CallTimeout, of the reference."""
+    """Return the batch of a step. Raises ReplicaLost or CallTimeout from the reference function."""
     return await run.batch_of(run.call(begun.step), run.examples(begun.step))
 
 
 async def train(run: SupervisedRun, begun: StepAttempt, batch: PackedBatch) -> StepRecord:
-    """Learn from the examples of a step. Raises as `rollout` does."""
+    """Learn from the examples of a step. Raises ReplicaLost or CallTimeout."""
     learned = await run.trainers.learn(run.learner, run.call(begun.step), batch)
     times = run.ledger.step_times(begun, time.time())
     examples = run.examples(begun.step)
@@ -115,7 +114,7 @@ async def train(run: SupervisedRun, begun: StepAttempt, batch: PackedBatch) -> S
 
 
 async def evaluate_held_out(run: SupervisedRun, step: int) -> Mapping[str, float]:
-    """The loss and its figures on the held-out examples, of which there is at least one."""
+    """Return the loss and its metrics on the held-out examples; there must be at least one."""
     run.clock.interrupt()
     call = run.call(step)
     return await run.evaluate(call, await run.batch_of(call, cast(Sequence[Example], run.held_out)))
