@@ -348,9 +348,7 @@ def _scenario(
         "policies": [{"name": policy if ":" not in policy else "cost_aware"}],
     }
     values |= {key: measured[key] for key in ("fleet", "heartbeat_s") if key in measured}
-    if spec.learner.share_prefixes and "mfu" not in measured.get(
-        "learner", {}
-    ):  # a measured time includes sharing already
+    if spec.learner.share_prefixes and "mfu" not in measured.get("learner", {}):  # else already included
         values["prefixes"] = {"levels": []}
     if spec.needs_reference:
         values["reference"] = {"devices": count_of(spec.reference.ranks)}

@@ -39,18 +39,18 @@ Basis = Literal["kernels", "roofline"]
 
 
 class ServingFit(SpecModel):
-    """What turns a model's seconds on a kind of device into those of the engine."""
+    """Converts a model's seconds on a kind of device into those of the engine."""
 
     kind: str
     """A device kind, or ANY_KIND."""
     by: Basis
     scale: Annotated[float, Field(gt=0)]
     fixed_s: Annotated[float, Field(ge=0)]
-    """Seconds of each iteration beside."""
+    """Additional seconds per iteration."""
     rows: Annotated[int, Field(ge=1)]
-    """Published runs that it was fitted to."""
+    """Number of published runs in the fit."""
     error: Annotated[float, Field(ge=0)]
-    """Median error of the seconds per token of these runs, as a share."""
+    """Median relative error of these runs' seconds per token."""
 
 
 class ServingEngine(SpecModel):
@@ -58,12 +58,12 @@ class ServingEngine(SpecModel):
 
     name: EngineName
     versions: Annotated[str, Field(min_length=1)]
-    """Of the published runs."""
+    """Versions of the published runs."""
     as_of: date
-    """When the last of them was measured."""
+    """Date of the last measurement."""
     source: Annotated[str, Field(min_length=1)]
     no_engine: str | None = None
-    """Why no run can be started with it, although it can be planned for."""
+    """Reason that no run can be started with it, although it can be planned for."""
     fits: tuple[ServingFit, ...]
 
     def fit(self, kind: str, by: Basis) -> ServingFit:

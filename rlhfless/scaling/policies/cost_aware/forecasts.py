@@ -25,9 +25,7 @@ from rlhfless.scaling.policies.cost_aware.group_times import Floats, Responses, 
 from rlhfless.scaling.policies.fleet import samples_by_prompt
 from rlhfless.scaling.policy import Ints, StepView
 
-POINTS = (
-    48  # Points at which probabilities are computed: for 8,192 tokens they are a fifth apart, and linear in between
-)
+POINTS = 48  # at which probabilities are computed: for 8,192 tokens they differ by a fifth, and are linear between
 LEAST_CHANCE = 1e-12  # Keeps logarithms finite
 EVEN = 0.5  # confidence of a median
 SIMILAR_MEAN = 1.25

@@ -134,9 +134,7 @@ def rebalance_tail(now: PolicyContext, actors: Actors, goal: Goal) -> list[Actio
     """Migrate samples off the actor that ends last, as long as that helps. In a late step, ends are evaluated with
     the confidence of a migration that must not fail."""
     before, notes = actors.home.copy(), list[Action]()
-    confidence = goal.confidence ** (
-        1 / max(np.unique(before).size, 1)
-    )  # so that all end in time with the goal's confidence
+    confidence = goal.confidence ** (1 / max(np.unique(before).size, 1))  # so that all end in time with the goal's
     actors.compute_ends(confidence)
     late = actors.last()[1] > goal.limit_s
     if not late and goal.time_usd_per_s == 0:
