@@ -44,8 +44,10 @@ def head_width(config: Any) -> int | None:
 
 
 def packed_difference(device: torch.device, dtype: torch.dtype, *, varlen: bool, head: int | None = None) -> float:
-    """Return the largest difference of packed rows from plain attention (`_difference`). `head`: an additional head
-    dimension to check on GPUs."""
+    """Return the largest difference of packed rows from plain attention (`_difference`).
+
+    `head`: an additional head dimension to check on GPUs.
+    """
     packed = _checked_row()
     row = packed_row(packed, device, varlen=varlen)
     seen = torch.zeros(len(packed.source), len(packed.source), dtype=torch.bool)
@@ -86,8 +88,11 @@ def _largest(
 
 
 def _difference(attention: Attention, seen: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """Return the largest difference of output and gradients from plain attention under the mask `seen` [queries,
-    keys], relative to the largest value of each; not finite if one of them is not."""
+    """Return the largest difference of output and gradients from plain attention.
+
+    `seen` [queries, keys] is the mask of plain attention. Differences are relative to the largest value of each
+    tensor; the result is not finite if a difference is not.
+    """
     heads, kv_heads, head = shape
     random, tokens, device = torch.Generator().manual_seed(0), len(seen), seen.device
     drawn = [torch.randn(1, count, tokens, head, generator=random) for count in (heads, kv_heads, kv_heads, heads)]

@@ -35,8 +35,7 @@ _compared: list[str] = []
 
 
 def load_fused(load: Callable[[str], Any]) -> Any:
-    """Call `load(attention)` with torch's fused attention, or with `eager` if transformers has no other for the
-    model."""
+    """Call `load(attention)` with torch's fused attention, or with `eager` if transformers lacks it for the model."""
     try:
         return load("sdpa")
     except ValueError as error:
@@ -56,7 +55,7 @@ def is_fused(model: Any) -> bool:
 
 
 def ignored_by_sdpa(model: Any, forward: Callable[[], Any]) -> str:
-    """Return what torch's fused attention ignores of `model`, or an empty string if nothing.
+    """Return the parts of `model` that torch's fused attention ignores, or an empty string.
 
     Example: `softcap of Gemma2Attention (outputs differ by 0.3)`. `forward` runs the model on a few tokens. Not
     compared: models with `eager` attention, and models that bypass transformers' attention interface and choose
@@ -84,7 +83,7 @@ def _compare(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record what `sdpa` ignores of a module, then run it; an attention function for transformers."""
+    """Record the parts of a module that `sdpa` ignores, then run it; an attention function for transformers."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is not None:
         for scores in SCORES:

@@ -54,8 +54,10 @@ def attend_backward(
 
 
 def uses_varlen(device: torch.device) -> bool:
-    """Return whether packed rows on `device` use torch's variable-length FlashAttention: on GPUs, for heads of up to
-    256 dimensions."""
+    """Return whether packed rows on `device` use torch's variable-length FlashAttention, as on GPUs.
+
+    It supports heads of up to 256 dimensions.
+    """
     return device.type == "cuda"
 
 
@@ -73,8 +75,11 @@ class Pieces:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Pieces:
-        """Compute the boundaries. `longest` is an upper bound and at least 2: for one-token sequences the kernel
-        would take another path and write its log-sum-exp in another order."""
+        """Compute the boundaries.
+
+        `longest` is an upper bound and at least 2: for one-token sequences the kernel would take another path and
+        write its log-sum-exp in another order.
+        """
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(starts.to(device), max([*lengths, 2]))
 
@@ -114,8 +119,10 @@ def attend_varlen_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of `attend_varlen`; see `attend_backward`. Queries with infinite log-sum-exp neither
-    receive nor contribute gradients."""
+    """Return the gradients of `attend_varlen`; see `attend_backward`.
+
+    Queries with infinite log-sum-exp neither receive nor contribute gradients.
+    """
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     gradients = _varlen_attn_backward(
         gradient, query, key, value, output, logsumexp, queries.starts, keys.starts, queries.longest, keys.longest,

@@ -160,7 +160,9 @@ class Function:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Keep user errors from a constructor's loads; every call then raises them, the first being `describe`.
-        Serve would keep only the text of a constructor's error and lose its type."""
+
+        Serve would keep only the text of a constructor's error and lose its type.
+        """
         try:
             yield
         except UserError as error:
@@ -194,8 +196,10 @@ class Function:
         return Reply(self.incarnation, value, start_s, time.time(), usage or CallUsage())
 
     async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:
-        """Release the memory of the replica's devices but keep its processes; idempotent. Work is refused until
-        `wake`. Does nothing for a function that holds nothing on a device."""
+        """Release the memory of the replica's devices but keep its processes; idempotent.
+
+        Work is refused until `wake`. Does nothing for a function that holds nothing on a device.
+        """
         self.admit(call)
         return self.reply(Slept(tier, 0, 0), time.time())
 
@@ -216,8 +220,10 @@ class Function:
         """Remove the replica's files outside its processes. Called when its driver is permanently gone."""
 
     def _abandoned(self) -> None:
-        """Release the devices when the lease expires, by deleting the application: Serve would restart a process
-        that merely exits."""
+        """Release the devices when the lease expires, by deleting the application.
+
+        Serve would restart a process that merely exits.
+        """
         with contextlib.suppress(Exception):  # no error may keep the replica from releasing its device
             self.clean_up()
         from ray import serve  # takes seconds to import, and a driver that only makes calls does not need it

@@ -74,8 +74,10 @@ def _row(sequences: SharingSequences, part: IntArray, budget_tokens: int, packin
 
 
 def deal(batch: PackedBatch, budget_tokens: int, ranks: int, *, packing: Packing) -> list[IntArray]:
-    """Distribute the sequences over `ranks` with equal work, keeping users of a prefix together if micro-batches
-    share prefixes. Deterministic on all ranks."""
+    """Distribute the sequences over `ranks` with equal work. Deterministic on all ranks.
+
+    Users of a prefix stay together if micro-batches share prefixes.
+    """
     if ranks > 1 and cut(batch, budget_tokens, packing=packing).shares:
         return [np.sort(part) for part in fed_sequences(batch, budget_tokens, packing).deal(ranks)]
     by_length = np.argsort(-batch.lengths, kind="stable")
@@ -89,8 +91,10 @@ def deal_pairs(batch: PackedBatch, ranks: int) -> list[IntArray]:
 
 
 def cut_pairs(batch: PackedBatch, budget_tokens: int, *, packing: Packing) -> MicroBatches:
-    """Cut a batch of pairs into micro-batches of at least one whole pair. For packed ones, the larger padded size
-    keeps to the budget."""
+    """Cut a batch of pairs into micro-batches of at least one whole pair.
+
+    The budget also limits the padded size of packed micro-batches, which is larger than their packed size.
+    """
     fed = (batch.lengths - 1).reshape(-1, 2).max(1)
     parts = [_both(part) for part in padded_parts(fed, budget_tokens // 2)]
     if packing.pays_below and parts:

@@ -1,5 +1,7 @@
-"""Check that a function can compute on its GPUs: torch would silently use the CPU, and a GPU may accept only one
-process."""
+"""Check that a function can compute on its GPUs.
+
+torch would silently use the CPU instead, and a GPU may accept only one process.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,11 @@ FLASHINFER = "RLHFLESS_FLASHINFER"
 
 
 def hide_flashinfer() -> None:
-    """Make FlashInfer unimportable in this process if the variable says so. vLLM uses it wherever it finds any nvcc
-    (`has_flashinfer`, vllm/utils/flashinfer.py), so kernels would differ between nodes."""
+    """Make FlashInfer unimportable in this process if the variable says so.
+
+    vLLM uses it wherever it finds any nvcc (`has_flashinfer`, vllm/utils/flashinfer.py), so kernels would differ
+    between nodes.
+    """
     if os.environ.get(FLASHINFER) == "0":
         modules: dict[str, Any] = sys.modules  # type: ignore[assignment]
         modules["flashinfer"] = None
@@ -114,8 +119,10 @@ class GpuNotShared(UserError):
 
 
 def require_shareable(ids: Sequence[str]) -> None:
-    """Raise GpuNotShared if one of these GPUs, entries of CUDA_VISIBLE_DEVICES, is in a compute mode other than
-    Default. Passes if the mode is unknown."""
+    """Raise GpuNotShared if one of these GPUs is in a compute mode other than Default.
+
+    `ids` are entries of CUDA_VISIBLE_DEVICES. Passes if the mode is unknown.
+    """
     if (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_FOLDER)) / "control").exists():
         return
     for gpu, mode in zip(ids, _modes(ids), strict=False):

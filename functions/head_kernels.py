@@ -91,8 +91,10 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 class _FusedHead(torch.autograd.Function):
-    """Fused equivalent of rlhfless.functions.lm_head._ChunkedHead. A single block of products is kept for the
-    backward pass."""
+    """Fused equivalent of rlhfless.functions.lm_head._ChunkedHead.
+
+    A single block of products is kept for the backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -170,8 +172,10 @@ CHECKED_ROWS, CHECKED_WIDTH = 12, 64
 
 
 def fused_difference(head: OutputHead, device: torch.device, dtype: torch.dtype) -> float:
-    """Compare the fused head of this vocabulary, scale, cap and dtype with the plain one on random weights: return
-    the largest difference of outputs and gradients, relative to the largest value of each."""
+    """Compare the fused head of this vocabulary, scale, cap and dtype with the plain one on random weights.
+
+    Returns the largest difference of outputs and gradients, relative to the largest value of each.
+    """
     vocabulary, random = head.linear.weight.shape[0], torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:

@@ -181,7 +181,7 @@ def give_back_free_memory() -> None:
     """Return the allocators' free memory to the device and the system."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    # tcmalloc if vLLM preloads it, else glibc's malloc.
+    # The allocator is tcmalloc if vLLM preloads it, else glibc's malloc.
     for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("malloc_trim", (0,))):
         function = getattr(_LIBRARY, name, None)
         if function is not None:

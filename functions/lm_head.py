@@ -43,8 +43,10 @@ def at_least_float32(values: torch.Tensor) -> torch.Tensor:
 
 
 def output_head(model: Any, chunk_elements: int | None = None) -> OutputHead:
-    """Return a model's output head; scale and soft cap have different names per model family, and `load_policy`
-    verifies the result."""
+    """Return a model's output head.
+
+    Scale and soft cap have different names per model family; `load_policy` verifies the result.
+    """
     config = model.config
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -78,8 +80,10 @@ class HeadPass:
 def head_logprobs(
     head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[torch.Tensor, ...]:
-    """Return logprobs and, if requested, entropies, [positions] each. With several chunks, the backward pass
-    recomputes each chunk's logits."""
+    """Return logprobs and, if requested, entropies, [positions] each.
+
+    With several chunks, the backward pass recomputes each chunk's logits.
+    """
     if len(targets) > rows_of(head):
         return HeadPass(head, temperature, entropy).apply(_ChunkedHead, hidden, targets)
     everything = _log_softmax(head, head.linear(hidden), temperature)
@@ -109,9 +113,12 @@ def _entropy(everything: torch.Tensor) -> torch.Tensor:
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """hidden [positions, hidden], weight, bias, targets [positions] -> logprobs and entropy, [positions] each, with
-    the logits of `rows_of` positions at a time. The chunks' weight gradients are summed in float32 or wider: in
-    bfloat16 the sum of 25 chunks would lose most of the last chunks' contributions."""
+    """The head with the logits of `rows_of` positions at a time.
+
+    hidden [positions, hidden], weight, bias, targets [positions] -> logprobs and entropy, [positions] each. The
+    chunks' weight gradients are summed in float32 or wider: in bfloat16 the sum of 25 chunks would lose most of the
+    last chunks' contributions.
+    """
 
     @staticmethod
     def forward(

@@ -136,8 +136,11 @@ def _of_decoder(model: Any, misfit: Misfit) -> Misfit:
 
 @contextlib.contextmanager
 def _prepared(prepare: Callable[[Any], None] | None) -> Iterator[None]:
-    """Make transformers call `prepare` between building and loading a model, within the block. Its own option for
-    this (`distributed_config`) creates the mesh and the groups itself and requires torchrun's environment."""
+    """Make transformers call `prepare` between building and loading a model, within the block.
+
+    Its own option for this (`distributed_config`) creates the mesh and the groups itself and requires torchrun's
+    environment.
+    """
     if prepare is None:
         yield
         return
@@ -153,8 +156,11 @@ def _prepared(prepare: Callable[[Any], None] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_host_memory() -> Iterator[None]:
-    """Make transformers leave the parts of split tensors where it reads them, within the block. By default it moves
-    them to the mesh's device (`DTensor.from_local`), where FSDP rejects parameters that are to be offloaded."""
+    """Make transformers leave the parts of split tensors where it reads them, within the block.
+
+    By default it moves them to the mesh's device (`DTensor.from_local`), where FSDP rejects parameters that are to
+    be offloaded.
+    """
 
     def wrapped(part: torch.Tensor, like: DTensor) -> DTensor:
         return DTensor(part.contiguous(), like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -228,8 +234,10 @@ def _misfit_of(model: Any, loading: Mapping[str, Any], stored: Mapping[str, Shap
 
 
 def _in_names_of_files(model: Any, result: Misfit, faulty: set[str], stored: Mapping[str, Shape]) -> Misfit:
-    """Translate to names in the checkpoint: a parameter may consist of several stored tensors, such as a layer's
-    experts. `faulty` are names of the model."""
+    """Translate a misfit to checkpoint names.
+
+    A parameter may consist of several stored tensors, such as a layer's experts. `faulty` are names of the model.
+    """
     if not stored:
         return result
     parameters = model.state_dict()
@@ -256,8 +264,10 @@ def _checkpoint(_: Iterable[str]) -> str:
 
 
 def _of_conversion(error: RuntimeError) -> bool:
-    """Return whether this is the error of transformers/utils/loading_report.py; running out of memory raises the
-    same type."""
+    """Return whether this is transformers' conversion error, and not out of memory, which has the same type.
+
+    See transformers/utils/loading_report.py.
+    """
     return "automatic conversion of the weights" in str(error)
 
 

@@ -96,8 +96,10 @@ def bind_rendezvous_to_loopback() -> None:
 
 
 def bind_replica_to_loopback() -> None:
-    """Make a Serve replica's server for other deployments, which we never call, listen on loopback if its node has a
-    loopback address. Call this in the constructor; Serve binds the server afterwards."""
+    """Make a Serve replica's server for other deployments listen on loopback if its node's address is loopback.
+
+    We never call this server. Call this function in the constructor; Serve binds the server afterwards.
+    """
     replica: Any = sys.modules.get("ray.serve._private.replica")
     if replica is None:
         return

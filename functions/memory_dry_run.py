@@ -47,10 +47,10 @@ CPU = torch.device("cpu")
 
 
 def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
-    """Return the peak bytes of rank 0 of `ranks` during micro-batches of `rows` sequences of `width` tokens:
-    `total`, and its parts by the tracker's categories.
+    """Return the peak bytes of rank 0 of `ranks`, with micro-batches of `rows` sequences of `width` tokens.
 
-    `config` is a transformers config. Must run in a process without a process group.
+    The result has `total` and its parts by the tracker's categories. `config` is a transformers config. Must run in
+    a process without a process group.
     """
     return _peak_bytes(lambda mesh: _learner(config, learner, mesh), learner, ranks, _batch(rows, width))
 

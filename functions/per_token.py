@@ -1,5 +1,7 @@
-"""A function that computes a per-token output of complete groups, such as reference logprobs: its controller, its
-ranks, their settings, and the interface of a rank's worker."""
+"""A function that computes a per-token output of complete groups, such as reference logprobs.
+
+Contains its controller, its ranks, their settings, and the interface of a rank's worker.
+"""
 
 from __future__ import annotations
 

@@ -116,14 +116,17 @@ class PolicyNetwork:
         return int(embeddings.weight.shape[0])
 
     def hidden_states(self, tokens: torch.Tensor, **shared: Any) -> torch.Tensor:
-        """Map `tokens` [batch, width], padded on the right, to [batch, width, hidden]. For a packed row, `shared`
-        has its `packed_row`."""
+        """Map `tokens` [batch, width], padded on the right, to [batch, width, hidden].
+
+        For a packed row, `shared` has its `packed_row`.
+        """
         output = self.decoder(input_ids=tokens, use_cache=False, **shared)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
     def inside(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run `function(*arguments)` as one forward pass, gathering each group of a sharded model once.
+
         *Collective*.
 
         Tensors that a gradient must flow from must be in its result, alone or in a tuple.
@@ -354,8 +357,10 @@ def _passed(
     outputs: Outputs,
     shared: Mapping[str, Any] = NOT_SHARED,
 ) -> tuple[torch.Tensor, ...]:
-    """Map `tokens` [batch, width] to `outputs` of `targets` [response tokens], predicted at the flat positions
-    `predictors` [response tokens]. `shared`: see PolicyNetwork.hidden_states."""
+    """Map `tokens` [batch, width] to `outputs` of `targets` [response tokens].
+
+    The flat positions `predictors` [response tokens] predict the targets. `shared`: see PolicyNetwork.hidden_states.
+    """
     hidden = policy.hidden_states(tokens, **shared).flatten(0, 1).index_select(0, predictors)
     first, *others = outputs(hidden, targets)
     return first.clone(), *others  # FSDP hooks the result, and warns about views
@@ -366,7 +371,9 @@ def token_logprobs(
     policy: PolicyNetwork, batch: PackedBatch, temperature: float, micro_batch_tokens: int
 ) -> FloatArray:
     """Return old or reference logprobs `[tokens]` at `temperature`, 0 on prompt tokens, without a gradient.
-    *Collective* if the policy is sharded."""
+
+    *Collective* if the policy is sharded.
+    """
     return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, packing=policy.packing))
 
 
@@ -377,8 +384,10 @@ def logprobs_of(policy: PolicyNetwork, batch: PackedBatch, temperature: float, p
 
 @torch.no_grad()
 def outputs_of(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, parts: Sequence[MicroBatch]) -> FloatArray:
-    """Return the first output of a head `[tokens]`, without a gradient; 0 on prompt tokens and on sequences in no
-    micro-batch. *Collective* if the network is sharded."""
+    """Return the first output of a head `[tokens]`, without a gradient. *Collective* if the network is sharded.
+
+    The output is 0 on prompt tokens and on sequences in no micro-batch.
+    """
     values = torch.zeros(len(batch.tokens), dtype=torch.promote_types(policy.compute_dtype, torch.float32)).numpy()
     for micro_batch in policy.in_step(parts):
         part = select(batch, micro_batch.indices)
@@ -397,8 +406,10 @@ def _switch_off_dropout(config: PretrainedConfig) -> None:
 
 @torch.no_grad()
 def _choose_attention(policy: PolicyNetwork, path: str) -> None:
-    """Use the model's own `eager` attention if torch's fused attention ignores a part of its form or gives other
-    logits. *Collective.*"""
+    """Use the model's own `eager` attention if torch's fused attention is wrong for it. *Collective.*
+
+    The fused attention is wrong if it ignores a part of the model's form or gives other logits.
+    """
     model, tokens, reason = policy.model, _check_tokens(policy), ""
     if is_fused(model) and model.is_backend_compatible():
         reason = ignored_by_sdpa(model, lambda: policy.inside(policy.hidden_states, tokens))
@@ -430,8 +441,10 @@ def _check_tokens(policy: PolicyNetwork) -> torch.Tensor:
 
 @torch.no_grad()
 def _check_against_model(policy: PolicyNetwork, path: str) -> None:
-    """Compare the model's own outputs for a few tokens with ours, padded on the right: at all positions, or only at
-    the last one for a model that scores sequences. Raises ValueError if they differ."""
+    """Compare the model's own outputs for a few tokens with ours, which are padded on the right.
+
+    All positions are compared, or only the last for a model that scores sequences. Raises ValueError if they differ.
+    """
     tokens = _check_tokens(policy)
     padded = torch.nn.functional.pad(tokens, (0, 4))
     with _without_padding_token(policy.model.config):
@@ -491,8 +504,10 @@ def _on_gpus(config: PretrainedConfig) -> Packing:
 
 @torch.no_grad()
 def _can_pack(policy: PolicyNetwork, path: str) -> bool:
-    """Return whether all ranks can compute the model in packed rows, and set that attention: checks the kernels
-    against plain attention, and two sequences with a common prefix against the padded pass. *Collective.*"""
+    """Return whether all ranks can compute the model in packed rows, and if so set that attention. *Collective.*
+
+    Checks the kernels against plain attention, and two sequences with a common prefix against the padded pass.
+    """
     if not policy.model.is_backend_compatible():
         log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
         return False

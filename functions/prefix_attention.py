@@ -1,5 +1,4 @@
-"""Prefix-grouped attention: a packed row of tokens that contains each shared prefix once
-(rlhfless.prefixes.packing).
+"""Prefix-grouped attention: a packed row that contains each shared prefix once (rlhfless.prefixes.packing).
 
 Exact, by the identity behind flash and ring attention (Dao et al. 2022, arXiv 2205.14135; Liu et al. 2023, arXiv
 2310.01889): softmax attention over the union of disjoint sets of keys is the mean of the attentions over each,
@@ -97,8 +96,10 @@ class PrefixLayout:
     def attend_backward(
         self, gradient: torch.Tensor, saved: Sequence[torch.Tensor], scale: float
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of query, key and value from the `gradient` of the output and `saved` (query, key,
-        value, output, log-sum-exp)."""
+        """Return the gradients of query, key and value from the `gradient` of the output.
+
+        `saved`: query, key, value, output, log-sum-exp.
+        """
         query, key, value, output, logsumexp = saved
         groups = (key.shape[1], query.shape[1] // key.shape[1])
         keys, values = (repeat_kv(tensor, groups[1]) for tensor in (key, value))
@@ -123,8 +124,10 @@ class PrefixLayout:
 
 @dataclass(frozen=True, slots=True)
 class SharedDepth:
-    """The prefixes of one depth, to which disjoint parts of the row attend. A part that attends to no prefix of this
-    depth gets one key, so that no sequence is empty, and is marked `idle`."""
+    """The prefixes of one depth, to which disjoint parts of the row attend.
+
+    A part that attends to no prefix of this depth gets one key, so that no sequence is empty, and is marked `idle`.
+    """
 
     queries: Pieces
     keys: Pieces
@@ -168,8 +171,10 @@ class VarlenLayout:
     def attend_backward(
         self, gradient: torch.Tensor, saved: Sequence[torch.Tensor], scale: float
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of query, key and value from the `gradient` of the output and `saved` (query, key,
-        value, output, log-sum-exp)."""
+        """Return the gradients of query, key and value from the `gradient` of the output.
+
+        `saved`: query, key, value, output, log-sum-exp.
+        """
         query, key, value, output, logsumexp = saved
         q_sum, k_sum, v_sum = attend_varlen_backward(
             gradient, query, key, value, output, logsumexp, self.own, self.own, scale=scale, causal=True
@@ -215,8 +220,7 @@ def packed_row(packed: PackedSegments, device: torch.device, *, varlen: bool) ->
 
 
 def _alike(segments: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the segments grouped by the two leading bits of their length: padding is at most half of a bucket's
-    tokens."""
+    """Yield the segments grouped by the two leading bits of their length: at most half of a bucket is padding."""
     alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for segment in segments:
         bits = (segment[1] - 1).bit_length()
@@ -225,8 +229,10 @@ def _alike(segments: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]
 
 
 def _bucket(segments: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a bucket of segments. Padding repeats a segment's last token: causal attention ignores it, and its
-    gradient is 0."""
+    """Return a bucket of segments.
+
+    Padding repeats a segment's last token: causal attention ignores it, and its gradient is 0.
+    """
     start, tokens = np.array(segments).T[:, :, None]
     run = np.arange(tokens.max())
     index = torch.from_numpy(start + np.minimum(run, tokens - 1)).to(device)
@@ -269,8 +275,10 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class _UnionAttention(torch.autograd.Function):
-    """Attention over a layout, [1, heads, tokens, head] or [tokens, heads, head] as its `attend` takes them. Keeps
-    the same tensors as torch's own attention for the backward pass, and no copies of KV heads."""
+    """Attention over a layout, [1, heads, tokens, head] or [tokens, heads, head] as its `attend` takes them.
+
+    Keeps the same tensors as torch's own attention for the backward pass, and no copies of KV heads.
+    """
 
     @staticmethod
     def forward(

@@ -177,8 +177,10 @@ class GenerationFunction(Function):
         return self.reply(Loaded(published.version.label, transport, read_back), start_s, usage)
 
     async def _end_earlier(self, call: Call) -> None:
-        """Drop the samples of earlier attempts: a killed driver's stream ends only at its next yield, and the
-        resuming driver may arrive before that."""
+        """Drop the samples of earlier attempts.
+
+        A killed driver's stream ends only at its next yield, and the resuming driver may arrive before that.
+        """
         for run, attempt in list(self._runs.items()):
             if attempt < call.attempt:
                 await run.cancel()
@@ -310,17 +312,19 @@ class GenerationFunction(Function):
         return self.reply(None, start_s)
 
     def clean_up(self) -> None:
-        """Delete the node's weight cache, which outlives processes; the run's other actors on this node are
-        abandoned too."""
+        """Delete the node's weight cache, which outlives processes.
+
+        The run's other actors on this node are abandoned too.
+        """
         if self._settings.engine.store.token:
             shutil.rmtree(self._settings.engine.store.folder, ignore_errors=True)
 
     @contextmanager
     def _engine_faults(self, doing: str) -> Iterator[None]:
-        """Convert engine failures to FunctionBroken: an engine that died, hangs or failed mid-load cannot recover,
-        but a new one may.
+        """Convert engine failures to FunctionBroken.
 
-        WeightCheckFailed passes through: another engine would not load the right weights either.
+        An engine that died, hangs or failed mid-load cannot recover, but a new one may. WeightCheckFailed passes
+        through: another engine would not load the right weights either.
         """
         try:
             yield
@@ -339,11 +343,11 @@ def _log_file(settings: GenerationSettings) -> Path:
 def _read_back_decides(
     report: LoadReport | None, published: PublishedWeights, logprobs: Sequence[float], tolerance: float
 ) -> Iterator[None]:
-    """Downgrade a failed probe to a warning if every tensor was read back and the probe is within OF_ROUNDING times
-    the tolerance: the weights are right, and the rounding of this model's kernels is large.
+    """Downgrade a failed probe to a warning if the weights were read back and are right.
 
-    Raises WeightCheckFailed for larger differences, which indicate another computation, such as mismatched settings,
-    and whenever some tensor was not read back.
+    This requires that every tensor was read back and that the probe is within OF_ROUNDING times the tolerance: the
+    rounding of this model's kernels is then large. Raises WeightCheckFailed for larger differences, which indicate
+    another computation, such as mismatched settings, and whenever some tensor was not read back.
     """
     try:
         yield

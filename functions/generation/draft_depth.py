@@ -35,8 +35,7 @@ class DraftDepth:
         self._rows: dict[int, _Row] = {}
 
     def next(self, responses: int) -> tuple[int, int]:
-        """Return the depth of the next pass over `responses` responses, and for how many further passes it holds
-        unobserved."""
+        """Return the depth of the next pass over `responses`, and for how many further passes it holds unobserved."""
         return self._row(responses).next()
 
     def saw(self, responses: int, seconds: float, depth: int, accepted: int) -> None:

@@ -28,7 +28,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class EngineError(Exception):
-    """The engine could not do what the caller asked for."""
+    """The engine cannot do the requested work."""
 
 
 class EngineBusy(EngineError):
@@ -273,8 +273,7 @@ class Engine(Protocol):
         ...
 
     def progress(self) -> Mapping[str, int]:
-        """Return the generated tokens of each unfinished request; up to a fraction of a second, or some iterations,
-        old."""
+        """Return the generated tokens of each unfinished request; may lag by a fraction of a second."""
         ...
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:

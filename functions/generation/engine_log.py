@@ -27,10 +27,9 @@ _ERROR = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S")
 
 
 def log_file(run_folder: str, run_id: str, replica: str) -> Path:
-    """Return `replica`'s file in the run's folder if it is on this machine, else in this user's home. Creates the
-    folder.
+    """Return `replica`'s file in the run's folder if this machine has it, else in this user's own folder here.
 
-    A driver that resumes the run reuses names, so its engines append to the same files.
+    Creates the folder. A driver that resumes the run reuses names, so its engines append to the same files.
     """
     run = Path(run_folder)
     folder = run / FOLDER if run.is_dir() and os.access(run, os.W_OK) else home() / "logs" / run_id
@@ -39,8 +38,11 @@ def log_file(run_folder: str, run_id: str, replica: str) -> Path:
 
 
 def errors_and_end(log: Path, explained: str) -> str:
-    """Return the errors in the log of a failed start, the first (the cause) first, and its last lines, without lines
-    in `explained`. Indented, so that no line is mistaken for the fault's own."""
+    """Return the errors in the log of a failed start, and its last lines, without lines in `explained`.
+
+    The first error comes first: it causes the others. Lines are indented, so that none is mistaken for the fault's
+    own.
+    """
     lines = [line for line in tail(log, READ_LINES).splitlines() if line.strip() not in explained]
     named = dict.fromkeys(text for line in lines if _ERROR.match(text := _PREFIX.sub("", line)))
     shown = [f"errors in the engine's log, {log}:", *map(_indented, list(named)[:MOST_ERRORS])] if named else []

@@ -48,8 +48,10 @@ def engine_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 def _engine(
     spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, draft: ModelShape | None
 ) -> tuple[tuple[MemoryPart, ...], int]:
-    """Return the parts of one engine device, and the bytes for KV, negative if the parts do not fit. The sampler has
-    a row per draft, and a draft model is split like the model."""
+    """Return the parts of one engine device, and the bytes for KV, negative if the parts do not fit.
+
+    The sampler has a row per draft, and a draft model is split like the model.
+    """
     engine, on_gpu = spec.generation.engine, sheet.kind != CPU_KIND
     parts = engine_parts(
         shape,

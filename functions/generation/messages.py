@@ -83,12 +83,12 @@ class PrecomputeRequest:
 
 @dataclass(frozen=True, slots=True)
 class GroupsFinished:
-    """Samples that finished since the last message, by prompt: the actor's whole share of the group, or, if some
-    were aborted, the aborted samples and their finished siblings. An aborted sample resumes on another actor, so it
-    cannot wait for siblings that still run here.
+    """Samples that finished since the last message, by prompt.
 
-    Samples aborted together come in one message and resume in one request; otherwise a tail of hundreds of groups
-    would open hundreds of streams.
+    A group is the actor's whole share of a prompt's samples or, if some were aborted, the aborted samples and their
+    finished siblings. An aborted sample resumes on another actor, so it cannot wait for siblings that still run
+    here. Samples aborted together come in one message and resume in one request; otherwise a tail of hundreds of
+    groups would open hundreds of streams.
     """
 
     incarnation: str

@@ -36,9 +36,11 @@ def response_text(tokenizer: Any, token_ids: Sequence[int], end_ids: Collection[
 
 
 def closing_ids(tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> frozenset[int]:
-    """Return the tokens that close a response of a model: end of sequence (the tokenizer's, and `eos_token_ids` of
-    the model's generation_config.json), padding, and the token that the chat template writes after an assistant's
-    message."""
+    """Return the tokens that close a response of a model.
+
+    These are end of sequence (the tokenizer's, and `eos_token_ids` of the model's generation_config.json), padding,
+    and the token that the chat template writes after an assistant's message.
+    """
     ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, *eos_token_ids}
     if getattr(tokenizer, "chat_template", None):
         with contextlib.suppress(Exception):  # a template is a program by the model's author, and may raise any error

@@ -44,8 +44,10 @@ class PromptSuffixes:
         self._clear()
 
     def add(self, name: Hashable, tokens: Iterable[int]) -> None:
-        """Add tokens to the response `name`, which may be new. Their suffixes are indexed lazily by the next
-        `draft`, so they cost nothing while nothing is drafted."""
+        """Add tokens to the response `name`, which may be new.
+
+        Their suffixes are indexed lazily by the next `draft`, so they cost nothing while nothing is drafted.
+        """
         number = self._responses.get(name)
         first = 0 if number is None else len(self._sequences[number]) + 1
         if number is None:
@@ -64,8 +66,7 @@ class PromptSuffixes:
         return 0 if number is None else len(self._sequences[number]) - len(self._begin)
 
     def draft(self, name: Hashable, depth: int) -> list[int]:
-        """Return at most `depth` tokens that may come next in the response `name`; none if its suffix occurs nowhere
-        else."""
+        """Return up to `depth` tokens that may come next in the response `name`; none if its suffix is unique."""
         self._mark()
         own = self._sequences[self._responses[name]]
         found = self._places.get(_key(own, len(own)), ()) if len(own) >= ORDER else ()
@@ -130,8 +131,10 @@ def _equal(own: Sequence[int], other: Sequence[int], end: int) -> int:
 
 
 class Pace:
-    """The draft length of a response: doubled after a pass that accepted all drafts, else the number accepted. After
-    passes that accepted none it pauses, each time twice as long."""
+    """The draft length of a response: doubled after a pass that accepted all drafts, else the number accepted.
+
+    After passes that accepted none it pauses, each time twice as long.
+    """
 
     __slots__ = ("_length", "_misses", "_most", "_pause")
 

@@ -83,16 +83,21 @@ class Packing:
     least_saved_tokens: int = LEAST_SAVED_TOKENS
 
     def pays(self, own: int, depth: int, samples: int, behind: int, row_tokens: int) -> bool:
-        """Return whether to compute `own` tokens after `depth` others once for several samples, which have `behind`
-        tokens after them, in rows of at most `row_tokens`; each row recomputes the prefix."""
+        """Return whether to compute `own` tokens, after `depth` others, once for several samples.
+
+        The samples have `behind` tokens after them. Rows have at most `row_tokens`, and each row recomputes the
+        prefix.
+        """
         if self.token_keys is None:
             return own * (samples - 1) >= self.least_saved_tokens
         rows = -(-(own + behind) // row_tokens)
         return own * (samples - rows) * (self.token_keys + depth + own / 2) > JOIN_KEYS * behind
 
     def row_pays(self, alone: int, packed: PackedSegments) -> bool:
-        """Return whether this layout pays for sequences of `alone` tokens: each level's kernel processes the whole
-        row, including tokens without a prefix in it."""
+        """Return whether this layout pays for sequences of `alone` tokens.
+
+        Each level's kernel processes the whole row, including tokens without a prefix in it.
+        """
         if self.token_keys is None:
             return True
         computed = len(packed.source)
@@ -168,8 +173,10 @@ class SharingSequences:
     def __init__(
         self, tokens: npt.NDArray[Any], lengths: IntArray, packing: Packing = ALWAYS, row_tokens: int = sys.maxsize
     ) -> None:
-        """`tokens` [tokens] of all concatenated sequences; `lengths` [sequences]. `packing`, `row_tokens`: see
-        Packing.pays."""
+        """`tokens` [tokens] of all concatenated sequences; `lengths` [sequences].
+
+        `packing`, `row_tokens`: see Packing.pays.
+        """
         self.lengths = lengths
         ends = np.cumsum(lengths)
         rows = [tokens[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
@@ -200,8 +207,11 @@ class SharingSequences:
         return int(self.own[missing].sum() + self.rest[sequence])
 
     def cut(self, budget_tokens: int, also: IntArray) -> list[IntArray]:
-        """Return micro-batches as index arrays, largest first so that memory peaks at the start. The row of each,
-        and its sum of `also` [sequences], is at most `budget_tokens`; a longer sequence gets its own micro-batch."""
+        """Return micro-batches as index arrays, largest first so that memory peaks at the start.
+
+        The row of each, and its sum of `also` [sequences], is at most `budget_tokens`; a longer sequence gets its
+        own micro-batch.
+        """
         parts: list[tuple[int, list[int]]] = []
         packed, others, present = 0, 0, set[int]()
         for sequence in self.order:
@@ -225,8 +235,10 @@ class SharingSequences:
         return [np.array(self.order, np.int64)[rank == number] for number in range(ranks)]
 
     def pack(self, sequences: IntArray) -> PackedSegments:
-        """Return the layout of these sequences in one row; `source` and `index` refer to their tokens, concatenated
-        in this order."""
+        """Return the layout of these sequences in one row.
+
+        `source` and `index` refer to the tokens of these sequences, concatenated in this order.
+        """
         return _Packing(self, sequences.tolist()).run()
 
 

@@ -29,8 +29,10 @@ shares no short prompts."""
 
 
 def to_precompute(prompts: Sequence[tuple[int, ...]], least_tokens: int = LEAST_TOKENS) -> list[tuple[int, ...]]:
-    """Return the prefixes shared by at least two of these distinct prompts, parents first; each adds at least
-    `least_tokens` to the previously chosen prefix that it starts with."""
+    """Return the prefixes shared by at least two of these distinct prompts, parents first.
+
+    Each adds at least `least_tokens` to the previously chosen prefix that it starts with.
+    """
     long = [prompt for prompt in prompts if len(prompt) > least_tokens]
     if len(long) < 2:
         return []
@@ -42,8 +44,10 @@ def to_precompute(prompts: Sequence[tuple[int, ...]], least_tokens: int = LEAST_
 def nearest_long(
     parent: IntArray, tokens: IntArray, least_tokens: int, wanted: Sequence[bool] | None = None
 ) -> IntArray:
-    """Return the longest chosen prefix at or above each prefix, or NONE, `[prefixes]`. A prefix is chosen if it is
-    `wanted` (all if None) and adds `least_tokens` to the longest chosen prefix above it."""
+    """Return the longest chosen prefix at or above each prefix, or NONE, `[prefixes]`.
+
+    A prefix is chosen if it is `wanted` (all if None) and adds `least_tokens` to the longest chosen prefix above it.
+    """
     nearest = np.full(len(parent) + 1, NONE)  # the last one stands for NONE
     for prefix in range(len(parent)):
         above = int(nearest[parent[prefix]])

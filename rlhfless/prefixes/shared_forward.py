@@ -62,8 +62,10 @@ def _computed_tokens(
 def _kept(
     tree: PrefixTree, prompt_tokens: IntArray, group: IntArray, response_tokens: IntArray, forward: SharedForward
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return the prefixes to compute once, including prompts with several samples: the tokens of each after its
-    parent, and the prefixes of each prompt, shortest first."""
+    """Return the prefixes to compute once, including prompts with several samples.
+
+    Returns the tokens of each after its parent, and the prefixes of each prompt, shortest first.
+    """
     prompts, prefixes = len(prompt_tokens), len(tree)
     fed = np.bincount(group, prompt_tokens[group] + response_tokens - 1, minlength=prompts).astype(np.int64)
     total = np.append(np.zeros(prefixes, np.int64), fed)

@@ -1,5 +1,4 @@
-"""Shared prefixes of prompts whose lengths alone are known, for planning: the simulator's side of
-`rlhfless.prefixes`.
+"""Shared prefixes of prompts for planning, from lengths only: the simulator's side of `rlhfless.prefixes`.
 
 A `PrefixForest`, which knows the tokens, gives the same tree.
 """
@@ -125,8 +124,11 @@ class PrefixTree:
 
     @cached_property
     def ranks(self) -> IntArray:
-        """A number per prompt `[prompts]`: equal for prompts with the same longest prefix, close for prefixes that
-        start alike, 0 for prompts without one."""
+        """A number per prompt `[prompts]` that groups prompts by prefix.
+
+        Equal for prompts with the same longest prefix, close for prefixes that start alike, 0 for prompts without a
+        prefix.
+        """
         of_prompts = [tuple(self.lineage(leaf)) for leaf in self.leaf.tolist()]
         rank = {lineage: number for number, lineage in enumerate(sorted({(), *of_prompts}))}
         return np.array([rank[lineage] for lineage in of_prompts], np.int64)

@@ -182,8 +182,10 @@ class _Search:
         self._keep(alive)
 
     def _emit(self, level: int, of: IntArray) -> IntArray:
-        """Add the shared prefixes of the classes `of` [members], which end before `level`. Returns the prefix of
-        each of these members; NONE where no token is shared."""
+        """Add the shared prefixes of the classes `of` [members], which end before `level`.
+
+        Returns the prefix of each of these members; NONE where no token is shared.
+        """
         if level == 0:
             return np.full(len(of), NONE, np.int64)
         ends, rank = np.unique(of, return_inverse=True)
@@ -196,8 +198,10 @@ class _Search:
         return prefix
 
     def _keep(self, alive: npt.NDArray[np.bool_]) -> None:
-        """Drop members that are not `alive`, and classes of a single sample. A class with a single sequence but
-        several samples ends where the sequence does."""
+        """Drop members that are not `alive`, and classes of a single sample.
+
+        A class with a single sequence but several samples ends where the sequence does.
+        """
         members = self.order[self._at]
         weights = np.where(alive, self._samples[members], 0)
         samples = np.bincount(self._class, weights=weights, minlength=len(self._parents))

@@ -64,8 +64,10 @@ class Broadcaster:
         self._group: _Group | None = None
 
     def join(self, name: str, member: str) -> Mapping[str, Any] | None:
-        """Wait for the group and return how to receive the version in file `name`, or None if the member must pull
-        it."""
+        """Wait for the group and return how to receive the version, or None if the member must pull it.
+
+        `name` is the file name of the version.
+        """
         with self._changed:
             if name in self._answers:
                 return None
@@ -86,7 +88,7 @@ class Broadcaster:
         self._changed.notify_all()
 
     def _start_broadcast(self, name: str, members: list[str]) -> Mapping[str, Any]:
-        """Start a thread that sends a version, and return what the members need to receive it."""
+        """Start a thread that sends a version, and return the members' instructions for receiving it."""
         group = self._group
         if group is None or group.failed or set(group.ranks) != set(members):
             group = self._group = _Group(self._host, members)

@@ -1,11 +1,10 @@
-"""Stream weights from the learner's ranks to the engines on the same GPUs through one bounded bucket per GPU (CUDA
-IPC).
+"""Stream weights from the learner's ranks to the engines on the same GPUs, through one bucket per GPU (CUDA IPC).
 
 Every rank listens on a socket named after its GPU. During `feed`, all ranks gather the version tensor by tensor, as
-for a publication. A rank with engines on its GPU writes the gathered tensors to its bucket, which their workers have
-mapped, and continues once every worker has copied them to its own memory. A bucket exists for one feed only, so no
-GPU memory stays allocated between feeds. Lost workers are skipped; a worker that asks for a different version than
-the one being fed gets an error.
+for a publication. A rank with engines on its GPU writes the gathered tensors to its bucket of BUCKET_BYTES, which
+their workers have mapped, and continues once every worker has copied them to its own memory. A bucket exists for one
+feed only, so no GPU memory stays allocated between feeds. Lost workers are skipped; a worker that asks for a
+different version than the one being fed gets an error.
 
 vLLM's packed IPC consumer does not fit: its buckets hold whole tensors, and it counts a single reader per bucket.
 
@@ -239,8 +238,10 @@ class BucketReader:
         self.transport: Transport = "cuda_ipc"
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the version's tensors; raises WeightFileError also if this GPU has no learner rank or a feed is
-        incomplete."""
+        """Yield the version's tensors; see `WeightReader.read`.
+
+        Raises WeightFileError also if this GPU has no learner rank or the learner does not send the whole version.
+        """
         version = version_of(location)
         what = f"weights {location} from the learner on GPU {_gpu_name()}"
         try:

@@ -127,8 +127,11 @@ def mean_difference(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def allowed_difference(probe: Probe, tolerance: float) -> float:
-    """Return the largest difference that rounding may cause. It grows with the size of the logits, estimated from
-    the logprob of the probe's least likely token: about -50 for logits of size 50."""
+    """Return the largest difference that rounding may cause.
+
+    It grows with the size of the logits, estimated from the logprob of the probe's least likely token: about -50 for
+    logits of size 50.
+    """
     size = max((abs(logprob) for logprob in probe.logprobs), default=0.0)
     return tolerance * max(1.0, size / MEASURED_LOGITS)
 

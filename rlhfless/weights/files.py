@@ -103,8 +103,8 @@ def write_tensors(
 ) -> int:
     """Write a whole version, add its tensors to `digest`, and return its size in bytes.
 
-    `metadata` is called after all tensors are written, and once before for its length alone. Raises ValueError if
-    the stream does not match its layout.
+    `metadata` is called after all tensors are written, and once before, only to determine its length. Raises
+    ValueError if the stream does not match its layout.
     """
     digest = digest or Digest()
     header, size_bytes = _header(stream.layout, metadata())
@@ -147,8 +147,10 @@ def write_file(file: IO[bytes], stream: TensorStream, metadata: Mapping[str, str
 
 
 def _write(put: Put, place: int, piece: torch.Tensor, of_piece: PieceHash) -> bytes:
-    """Write a piece at `place` and return its hash. xxh3 hashes each chunk while it is in a core's cache; other
-    hashes take the whole piece on its device."""
+    """Write a piece at `place` and return its hash.
+
+    xxh3 hashes each chunk while it is in a core's cache; other hashes take the whole piece on its device.
+    """
     hasher = xxhash.xxh3_128() if of_piece is piece_hash else None
     for chunk in chunks(piece):
         if hasher is not None:
@@ -190,10 +192,10 @@ def way_on_node(folder: Path) -> Transport:
 
 
 def read_header(memory: mmap.mmap) -> tuple[int, list[tuple[str, str, list[int], int, int]], Mapping[str, str]]:
-    """Return the offset of the tensor data; name, dtype, shape, start and end of each tensor in order; and the
-    metadata.
+    """Return the offset of the tensor data, the tensors in file order, and the metadata.
 
-    Raises ValueError, KeyError or TypeError if the bytes are not safetensors.
+    Each tensor is (name, dtype, shape, start, end), with start and end relative to the offset. Raises ValueError,
+    KeyError or TypeError if the bytes are not safetensors.
     """
     begins = 8 + int.from_bytes(memory[:8], "little")
     header = json.loads(memory[8:begins])

@@ -1,5 +1,4 @@
-"""A store over HTTP, for nodes without a shared file system: one node serves its folder, every other node has a
-cache.
+"""A store over HTTP, for nodes without a shared file system: one node serves its folder, the others have a cache.
 
 Server and client speak plain HTTP with a random bearer token. A reader on the serving node reads the folder
 directly. Any other reader looks in its node's cache first. If the version is missing, one reader downloads it in
@@ -58,8 +57,10 @@ class HttpStore:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the version's tensors, downloading it if necessary. Raises WeightFileError also if the download
-        fails."""
+        """Yield the version's tensors, downloading it if necessary.
+
+        Raises WeightFileError also if the download fails.
+        """
         yield from read_version(self._local(location), version_of(location).digest)
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
@@ -151,8 +152,11 @@ class HttpStore:
 
 
 def _is_sound(path: Path, version: WeightVersion) -> bool:
-    """Return whether the version exists and is complete. A truncated version must be downloaded again; otherwise
-    engines that load it keep failing and being replaced. The consuming engine checks the digest."""
+    """Return whether the version exists and is complete.
+
+    A truncated version must be downloaded again; otherwise engines that load it keep failing and being replaced. The
+    consuming engine checks the digest.
+    """
     try:
         return path.exists() and all(True for _ in read_version(path, version.digest))
     except WeightFileError:

@@ -68,8 +68,10 @@ def ahead(
 
 
 def _copy(tensor: torch.Tensor, device: torch.device, stream: torch.cuda.Stream) -> Copy:
-    """Prepare the copy of a tensor to a GPU on `stream`. Its memory comes from the current stream's pool, and so
-    returns to the activations afterwards."""
+    """Prepare the copy of a tensor to a GPU on `stream`.
+
+    Its memory comes from the current stream's pool, and so returns to the activations afterwards.
+    """
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     copy.record_stream(stream)
     empty = torch.cuda.current_stream(device).record_event()

@@ -67,8 +67,7 @@ def weight_sample(tensor: torch.Tensor, tokens: Collection[int], dtype: torch.dt
 
 
 def decoded(sample: WeightSample, codes: Codes | None = None) -> torch.Tensor:
-    """Return the sampled elements `[elements]` in their dtype, or, with `codes`, as an 8-bit layer represents them
-    (float32)."""
+    """Return the sampled elements `[elements]` in their dtype, or with `codes` as an 8-bit layer has them (float32)."""
     values = torch.frombuffer(bytearray(sample.values), dtype=getattr(torch, sample.dtype))
     if codes is None:
         return values
@@ -105,8 +104,10 @@ class Codes:
         return (values.to(torch.float32) / scales).clamp_(-self.top, self.top).to(self.dtype)
 
     def as_drawn_with(self, values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """Return `values` [rows, width] as a layer with their codes represents them, in float32; `largest` [rows] is
-        over whole rows."""
+        """Return `values` [rows, width] as a layer with their codes has them, in float32.
+
+        `largest` [rows] is the largest magnitude of each whole row.
+        """
         scales = self.scales(largest)[:, None]
         return self.of(values, scales).to(torch.float32) * scales
 
@@ -116,8 +117,11 @@ SCALING = 1e-6
 
 
 def product_error(dtype: torch.dtype) -> float:
-    """Return the largest relative error of the product of two codes, which is exact except for the scales and the
-    rounding to the output's dtype. Adjacent codes differ by at least 1/15 of their value."""
+    """Return the largest relative error of a code's product with a one-hot input.
+
+    The product is exact except for the scales and the rounding to the output's dtype. Adjacent codes differ by at
+    least 1/15 of their value.
+    """
     return torch.finfo(dtype).eps / 2 + SCALING
 
 

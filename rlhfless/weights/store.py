@@ -69,8 +69,10 @@ class WeightReader(Protocol):
         ...
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
-        """Return the hashes by tensor if this node hashed the bytes at `location` and they are unmodified since;
-        else {}."""
+        """Return the version's hashes by tensor, or {} if unknown on this node.
+
+        Hashes are known if the bytes at `location` were hashed on this node and not written to since.
+        """
         ...
 
     @property

@@ -249,8 +249,10 @@ class VllmEngine:
         return self._process.wait()
 
     async def _change(self, doing: str, method: str, *arguments: Any) -> Any:
-        """Make a call that changes the engine's state: any failure except EngineBusy, which precedes the change,
-        leaves the state unknown and the engine unusable."""
+        """Make a call that changes the engine's state.
+
+        Any failure except EngineBusy, which precedes the change, leaves the state unknown and the engine unusable.
+        """
         try:
             return await self._call(method, *arguments, timeout_s=self.settings.timeouts.sync_s)
         except EngineBusy:
@@ -318,8 +320,10 @@ class VllmEngine:
                 self._fail(EngineDead(self._told(f"the engine's process failed:\n{message.trace.rstrip()}")))
 
     def _told(self, what: str) -> str:
-        """Extend a fault with the log: its last lines if the start failed, because they may contain the cause when
-        vLLM's core is a separate process; later its path."""
+        """Extend a fault with the log: its last lines if the start failed, and later its path.
+
+        The last lines may contain the cause if vLLM's core is a separate process.
+        """
         if self.start_seconds:
             return what if self.log.parent == self._folder else f"{what}; its log is {self.log}"
         return f"{what}\n{errors_and_end(self.log, what)}".rstrip()

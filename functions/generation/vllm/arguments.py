@@ -76,8 +76,10 @@ OWN_ARGUMENTS = frozenset(
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's `EngineArgs`. Raises ValueError if `extra` holds one of `OWN_ARGUMENTS`
-    or a package that the spec needs is missing."""
+    """Return the keyword arguments of vLLM's `EngineArgs`.
+
+    Raises ValueError if `extra` holds one of `OWN_ARGUMENTS` or a package that the spec needs is missing.
+    """
     spec = settings.engine
     if taken := sorted(OWN_ARGUMENTS & spec.extra.keys()):
         raise ValueError(f"generation.engine.extra must not contain {taken[0]!r}: the adapter sets it itself")
@@ -144,8 +146,10 @@ def kv_folder(settings: EngineSettings) -> Path:
 
 
 def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config`; KV that does not arrive is computed. Raises ValueError for a folder that
-    other engines cannot see, and for NIXL if it is not installed."""
+    """Return vLLM's `kv_transfer_config`; KV that does not arrive is computed.
+
+    Raises ValueError for a folder that other engines cannot see, and for NIXL if it is not installed.
+    """
     either_way = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     if settings.kv_connector == "nixl":
         if importlib.util.find_spec("nixl") is None:
@@ -169,8 +173,10 @@ def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _speculative(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's `speculative_config`. Suffixes are drafted by our own class: vLLM's need a package built from
-    source and remember no earlier steps."""
+    """Return vLLM's `speculative_config`.
+
+    Suffixes are drafted by our own class: vLLM's need a package built from source and remember no earlier steps.
+    """
     method, model = settings.speculation.method, settings.speculation.model
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": settings.speculation.most}
     if method == "ngram" and settings.device != "cpu":
@@ -186,10 +192,10 @@ def is_eager(settings: EngineSettings) -> bool:
 
 
 def has_core_process(settings: EngineSettings) -> bool:
-    """Return whether scheduler and workers are separate processes: per the spec, by default for all engines except
-    those on one CPU core.
+    """Return whether scheduler and workers are separate processes, as the spec says.
 
-    Raises ValueError if the spec wants one process for several devices: each needs a worker.
+    By default they are, except for engines on one CPU core. Raises ValueError if the spec wants one process for
+    several devices: each needs a worker.
     """
     several = settings.engine.devices_per_actor > 1
     if settings.engine.core_process is None:
@@ -203,8 +209,10 @@ def has_core_process(settings: EngineSettings) -> bool:
 
 
 def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the engine's process. User-set variables are kept unless the adapter depends on
-    them."""
+    """Return the environment of the engine's process.
+
+    User-set variables are kept unless the adapter depends on them.
+    """
     chosen = {
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
@@ -258,8 +266,11 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
 
 
 def _group_environment(settings: EngineSettings) -> dict[str, str]:
-    """Return the interface of gloo and NCCL: loopback for the workers of one engine; this node's own for a
-    broadcast, because the learner may be on another node."""
+    """Return the interface of gloo and NCCL.
+
+    This is loopback for the workers of one engine, and this node's own for a broadcast, because the learner may be
+    on another node.
+    """
     if settings.store.transport != "nccl":
         return loopback_environment()
     import ray  # here: the engine's process, which imports this module for the arguments, does not need ray

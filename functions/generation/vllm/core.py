@@ -158,8 +158,10 @@ class Core:
         return ended
 
     def abort(self, request_ids: tuple[str, ...] | None) -> list[Sampled]:
-        """End the given requests, or all; return their tokens so far, and responses that finish meanwhile. Unknown
-        IDs are ignored."""
+        """End the given requests, or all; return their tokens so far, and responses that finish meanwhile.
+
+        Unknown IDs are ignored.
+        """
         chosen = self._internal_ids if request_ids is None else request_ids
         internal = [self._internal_ids[name] for name in chosen if name in self._internal_ids]
         # Not LLMEngine.abort_request: it forgets the requests here while the core still has tokens of them.
@@ -179,8 +181,9 @@ class Core:
         }
 
     def load(self, published: PublishedWeights, in_flight: bool = False) -> LoadReport:
-        """Load a version and drop all KV of the previous one. In flight, unfinished requests wait, keep their
-        tokens, and have their KV recomputed with the new weights.
+        """Load a version and drop all KV of the previous one.
+
+        In flight, unfinished requests wait, keep their tokens, and have their KV recomputed with the new weights.
 
         Raises:
             EngineBusy: requests are unfinished, and the load is not in flight.
@@ -206,7 +209,7 @@ class Core:
         return replace(consumed, read_back=read_back, seconds=time.monotonic() - started)
 
     def _update(self, published: PublishedWeights) -> LoadReport:
-        """Run vLLM's phases of a weight update and return what the workers consumed."""
+        """Run vLLM's phases of a weight update and return the report of the consumed tensors."""
         engine, probe = self._engine, published.probe
         engine.collective_rpc("start_weight_update")
         update: dict[str, Any] = {"location": published.location}
@@ -225,8 +228,7 @@ class Core:
         return LoadReport(digest, fewest, 0, consumed[0].size_bytes, 0.0, consumed[0].transport)
 
     def _read_back(self, published: PublishedWeights) -> int:
-        """Compare the values in use by the layers with the learner's samples and return the number of compared
-        tensors."""
+        """Compare the layers' values in use with the learner's samples and return the number of compared tensors."""
         compared: set[str] = set()
         answers: list[dict[str, tuple[int, int]]] = self._engine.collective_rpc(
             "rlhfless_read_back", args=({name: tuple(each) for name, each in published.probe.samples.items()},)
@@ -238,8 +240,10 @@ class Core:
 
     @contextmanager
     def _paused(self, keep: bool = False) -> Iterator[None]:
-        """Pause until no forward pass is in flight and no aborted request remains, so that all KV is free; with
-        `keep`, unfinished requests retain theirs."""
+        """Pause until no forward pass is in flight and no aborted request remains.
+
+        All KV is then free; with `keep`, unfinished requests retain theirs.
+        """
         client = self._engine.engine_core
         mode: Literal["keep", "abort"] = "keep" if keep else "abort"
         if isinstance(client, InprocClient):
@@ -260,10 +264,10 @@ class Core:
             apart.call_utility("resume_scheduler")
 
     def sleep(self, tier: SleepTier) -> Slept:
-        """Release the memory of the KV cache and of the weights, which HOST keeps in host memory (on a CPU they
-        stay).
+        """Release the memory of the KV cache and the weights.
 
-        Raises EngineBusy. A sleep that fails halfway leaves the engine unusable.
+        HOST keeps the weights in host memory, where they already are on a CPU. Raises EngineBusy. A sleep that fails
+        halfway leaves the engine unusable.
         """
         self._require_usable()
         self._require_idle("sleep")
@@ -328,8 +332,10 @@ class Core:
         destroy_distributed_environment()  # type: ignore[no-untyped-call]
 
     def _end_with_core(self) -> None:
-        """Exit this process once vLLM's core exits: a killed core answers no call, and vLLM's synchronous client
-        would wait forever."""
+        """Exit this process once vLLM's core exits.
+
+        A killed core answers no call, and vLLM's synchronous client would wait forever.
+        """
         manager: Any = cast(SyncMPClient, self._engine.engine_core).resources.engine_manager
         connection.wait([process.sentinel for process in manager.processes])
         if not self._closing:

@@ -55,8 +55,10 @@ class SuffixDrafter:
         return [[] for _ in sampled_token_ids]
 
     def drafts(self, ids: list[str], sampled: list[list[int]], limit: int) -> list[list[int]]:
-        """Return at most `limit` drafts per request for the tokens after those just sampled. A request without new
-        tokens is in the middle of its prefill."""
+        """Return at most `limit` drafts per request for the tokens after those just sampled.
+
+        A request without new tokens is in the middle of its prefill.
+        """
         lengths = self.runner.input_batch.num_tokens_no_spec
         return [
             self._draft(name, min(limit, self._longest - int(lengths[row]) - 1)) if sampled[row] else []

@@ -1,8 +1,8 @@
-"""Linear layers in fp8: vLLM quantizes the weights of each version during load, with a scale per output of a layer
-and one per token.
+"""Linear layers in fp8, quantized by vLLM during the load of each version.
 
-The format is registered under our own name because vLLM's rejects float32, in which CPU engines compute. Embeddings
-and the output head are not linear layers in vLLM and keep the published dtype.
+There is a scale per output of a layer and one per token. The format is registered under our own name because vLLM's
+rejects float32, in which CPU engines compute. Embeddings and the output head are not linear layers in vLLM and keep
+the published dtype.
 """
 
 from __future__ import annotations

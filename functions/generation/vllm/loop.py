@@ -72,8 +72,7 @@ def _handle(channel: socket.socket, core: Core, message: Submit | EngineCall) ->
 
 
 def _portable(error: Exception) -> Exception:
-    """Return our own errors unchanged and others as their traceback, because unpickling a vLLM error would import
-    vLLM."""
+    """Return our own errors unchanged and others as tracebacks: unpickling a vLLM error would import vLLM."""
     if isinstance(error, EngineError | WeightCheckFailed | WeightFileError):
         return error
     return EngineError("".join(traceback.format_exception(error)))

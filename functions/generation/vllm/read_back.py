@@ -108,8 +108,10 @@ class TensorIndex:
     held: tuple[_Held, ...]
 
     def compare(self, model: torch.nn.Module, samples: Mapping[str, WeightSample]) -> dict[str, tuple[int, int]]:
-        """Compare `samples` (`Probe.samples`) with the layers; return (elements compared, elements that differ) by
-        tensor."""
+        """Return (elements compared, elements that differ from the learner's) by tensor.
+
+        `samples` is `Probe.samples`.
+        """
         compared: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         users = _users(model)
         for held in self.held:
@@ -165,8 +167,10 @@ def _coded(number: int, elements: torch.Tensor, shape: torch.Size, device: torch
 
 
 def _place(shape: torch.Size, device: torch.device) -> torch.device:
-    """Return the worker's device if it has room for a coded tensor of `shape` and its lookup, else the CPU: most of
-    an engine's GPU memory belongs to its KV cache."""
+    """Return the worker's device if it has room for a coded tensor of `shape` and its lookup, else the CPU.
+
+    Most of an engine's GPU memory belongs to its KV cache.
+    """
     if device.type == "cpu" or torch.accelerator.get_memory_info(device)[0] > _BYTES_AN_ELEMENT * shape.numel():
         return device
     return torch.device("cpu")
@@ -321,8 +325,10 @@ def _in_kernel_order(layer: Any, name: str, shape: torch.Size, indices: torch.Te
 def _written(
     layer: Any, shape: torch.Size, loaded: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> slice:
-    """Return the part of the flattened parameter, of `shape`, that a loader call with these arguments wrote: a
-    single expert's in a layer of experts."""
+    """Return the part of the flattened parameter, of `shape`, that a loader call with these arguments wrote.
+
+    In a layer of experts, this is a single expert's part.
+    """
     if not isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod) or loaded.dim() == len(shape):
         return _EVERYWHERE
     number = kwargs["expert_id"] if "expert_id" in kwargs else args[2]  # follows the tensor's and the shard's name
@@ -332,8 +338,10 @@ def _written(
 
 
 def repack_experts(model: torch.nn.Module) -> None:
-    """Repack the experts for CPU kernels. vLLM packs them only after the first load, and after a reload would treat
-    plain values as packed."""
+    """Repack the experts for CPU kernels.
+
+    vLLM packs them only after the first load, and after a reload would treat plain values as packed.
+    """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if (

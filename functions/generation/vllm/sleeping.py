@@ -33,8 +33,10 @@ class SleepingWorker:
         torch._C._host_emptyCache()
 
     def rlhfless_sleep(self, drop: bool) -> None:
-        """Release the memory of the KV cache and, with `drop`, of the weights. It comes back as zeros when touched,
-        so there is nothing to wake."""
+        """Release the memory of the KV cache and, with `drop`, of the weights.
+
+        It comes back as zeros when touched, so there is nothing to wake.
+        """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         empty(storages_of(_tensors(runner.kv_caches)))
         if drop:

@@ -100,8 +100,10 @@ class DraftingPasses:
         return drafts
 
     def _measure(self, depth: DraftDepth, ids: list[str], whole: bool, verified: _Verified) -> None:
-        """Measure the pass if it has the same requests and depth as the previous one: the engine was then not idle
-        in between and computed no prompt."""
+        """Measure the pass if it has the same requests and depth as the previous one.
+
+        The engine was then not idle in between and computed no prompt.
+        """
         limit, now_s = self._limit, time.perf_counter()
         before, before_limit, began_s = self._before
         self._before = ids, limit, now_s

@@ -37,8 +37,10 @@ def verify(
     logits: torch.Tensor,
     sampling: SamplingMetadata,
 ) -> SamplerOutput:
-    """Replace `RejectionSampler.forward`. `logits` [rows, vocabulary]: per request, a row for each draft plus one
-    more, in order."""
+    """Replace `RejectionSampler.forward`.
+
+    `logits` [rows, vocabulary]: per request, a row for each draft plus one more, in order.
+    """
     rows = [drafts + 1 for drafts in metadata.num_draft_tokens]
     before = {request: generator.get_state() for request, generator in sampling.generators.items() if rows[request] > 1}
     drawn = sampler.sampler(logits=logits, sampling_metadata=_of_rows(sampling, rows, logits.device))
@@ -91,11 +93,11 @@ def verify_by_position(
     use_fp64: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace `rejection_sample` of vLLM's newer GPU runner, whose noise follows from seed and position, so that no
-    generator must be rewound.
+    """Replace `rejection_sample` of vLLM's newer GPU runner.
 
-    `target_logits` [rows, vocabulary] are processed, `draft_sampled` [rows] is the token that a row read,
-    `cu_num_logits` [requests + 1] is the first row of each request.
+    Its noise follows from seed and position, so that no generator must be rewound. `target_logits` [rows,
+    vocabulary] are processed, `draft_sampled` [rows] is the token that a row read, `cu_num_logits` [requests + 1] is
+    the first row of each request.
     """
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
@@ -114,8 +116,10 @@ def verify_by_position(
 
 
 def _of_rows(sampling: SamplingMetadata, rows: Sequence[int], device: torch.device) -> SamplingMetadata:
-    """Return the metadata with an entry per row, as if each row were a request. A generator appears once for each of
-    its rows, and the sampler consumes their noise in this order."""
+    """Return the metadata with an entry per row, as if each row were a request.
+
+    A generator appears once for each of its rows, and the sampler consumes their noise in this order.
+    """
     each = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(device)
     starts = [0, *accumulate(rows)]
 

@@ -53,8 +53,7 @@ from rlhfless.weights.store import WeightReader
 
 @dataclass
 class StoreInitInfo(WeightTransferInitInfo):
-    """The store to pull from: the fields of a `StoreAddress`, because only plain data reaches a worker in another
-    process."""
+    """The store to pull from, as the fields of a `StoreAddress`: workers in other processes receive only plain data."""
 
     address: dict[str, str]
 
