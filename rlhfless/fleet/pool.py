@@ -114,8 +114,8 @@ class ReplicaPool(Replicas):
     # -- replicas that join
 
     async def ready(self, call: Call) -> Replica:
-        """Return the replica of the first slot once it serves; start it if there is none. Starts it now rather than at
-        a planned time, and waits for a release in progress. Raises the error of the start."""
+        """Return the replica of the first slot once it serves; start it if there is none. A planned start is replaced
+        by one now, and a release in progress is awaited first. Raises the error of the start."""
         while True:
             self._call_off_timer(0)
             replica = self.at(0)

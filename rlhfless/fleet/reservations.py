@@ -15,7 +15,7 @@ keeps its turn until its lease expires, which is later than the leases of its re
 Ray counts CPU cores but does not assign specific ones. A reservation locks a file per core, so that the runs of one
 user on one machine get different cores; the kernel releases the locks when the process ends.
 
-This module imports little, so that these actors start fast.
+This module imports little, so that these Ray actors start fast.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ HEAD_RESOURCE = "node:__internal_head__"
 """Ray's resource of the head node. Managers run there, because no run survives the loss of the head node."""
 
 DIED = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
-"""Errors of a call to a dead actor. Ray raises no RayActorError if it killed the actor for memory, or if the actor's
-node left before the actor had started."""
+"""Errors of a call to a dead Ray actor. Ray raises no RayActorError if it killed the Ray actor for memory, or if its
+node left before it had started."""
 
 LOOK_S = 5.0
 """Interval at which a manager checks whether its lease has expired."""
@@ -102,7 +102,7 @@ class Held:
 
 
 class DeviceReservation:
-    """Holds devices for as long as the actor lives."""
+    """A Ray actor that holds devices while it is alive."""
 
     def __init__(self, demand: Demand) -> None:
         self._locks = [] if demand.gpu else lock_cores(demand.devices, os.sched_getaffinity(0), core_folder())
@@ -160,7 +160,7 @@ class Tenant:
     """Maximum runs per device, including this run."""
     priority: int = 0
     left_s: float = math.inf
-    """Seconds until the run's step should have ended by its contract."""
+    """Seconds until the deadline of the run's step under its contract."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ class ReservationManager:
         self._names = count()
         self._turns = TurnScheduler()
         self._changes = asyncio.Condition()
-        # Ray ends the actors that this actor owns when it exits.
+        # Ray ends the reservations, which this Ray actor owns, when it exits.
         self._lease = Lease(LeaseTerms(first_s=lease_s, renewed_s=LOOK_S), lambda: os._exit(0))
 
     async def _admit(self, tenant: Tenant) -> None:
@@ -278,7 +278,7 @@ class ReservationManager:
         return {group: (demands[group], held) for group, held in found.items()}
 
     async def lost(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> list[str]:
-        """Return the groups whose reservation has died. A reservation that does not answer in time does not count."""
+        """Return the groups whose reservation has died. A timeout does not count as a loss."""
         await self._admit(tenant)
 
         async def is_lost(group: str) -> bool:
@@ -346,7 +346,8 @@ class ReservationManager:
         return self._turns.owners(self._names_of(tenant.run_id, groups)) or ["another run"]
 
     async def wanted(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> bool:
-        """Wait up to `wait_s`; return whether another run waits for devices, among these, whose turn this run has."""
+        """Wait up to `wait_s` for another run to request some of these devices on which it is this run's turn; return
+        whether that happened."""
         await self._admit(tenant)
         run_id = tenant.run_id
         return await self._until(lambda: self._turns.wanted(run_id, self._names_of(run_id, groups)), wait_s)

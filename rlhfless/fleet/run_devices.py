@@ -74,7 +74,7 @@ class _Taken:
 
 
 class RunDevices:
-    """Takes and returns a run's device groups."""
+    """Acquires and releases the device groups of a run."""
 
     def __init__(
         self, cluster: Cluster, placement: Placement, call: Call, spec: RunSpec, priority: int, shown: Shown
@@ -97,7 +97,7 @@ class RunDevices:
         self.acquired: Callable[[Acquired], None] = lambda _: None
         """Called at the end of each wait for devices."""
         self.left_s: Callable[[], float] = lambda: math.inf
-        """Seconds until the run's step should have ended by its contract."""
+        """Seconds until the deadline of the run's step under its contract."""
 
     @property
     def shared(self) -> bool:
@@ -372,8 +372,8 @@ class RunDevices:
 
 
 def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
-    """Return the demand of a group, with a preference for its planned node if that is among `nodes`. Ray fails an actor
-    that requests a node that has left, even with alternatives, and an autoscaler would not see the demand."""
+    """Return the demand of a group, with a preference for its planned node if that is among `nodes`. Ray fails a
+    request for a node that has left, even with alternatives, and an autoscaler would not see the demand."""
     gpu, count = group.kind != CPU_KIND, len(group.devices)
     anywhere = selector(group.kind) if gpu else {}
     if all(node.name != group.node for node in nodes):

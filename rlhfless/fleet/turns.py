@@ -121,7 +121,7 @@ class Turns:
         self._owner: Taker | None = None
         self._switching = False
         self._calls = 0
-        """Calls of the owner in progress."""
+        """Number of the owner's calls in progress."""
         self._entries = 0
         """Number of calls so far."""
         self._waiting: list[asyncio.Future[None]] = []

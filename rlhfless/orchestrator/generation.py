@@ -340,7 +340,7 @@ class GenerationStage:
                 self._lose(event.request, lost)
 
     def _heartbeat(self) -> None:
-        """Ask the policy, at most once per interval however many actors send heartbeats."""
+        """Ask the policy at most once per interval: every actor sends its own heartbeats."""
         now_s = self._clock()
         if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
             self._asked_s = now_s

@@ -161,7 +161,7 @@ class Replayed:
 
 
 def _version_at(rollout: Rollout, token: int) -> str | None:
-    """Return the version that generated a token; None if the engine does not say."""
+    """Return the version that generated a token; None if the engine does not report it."""
     return next((span.version for span in rollout.version_spans if span.start <= token < span.end), None)
 
 

@@ -42,7 +42,7 @@ def held_s(trace: Trace) -> float:
 
 
 class Ledger:
-    """Collects the records of a run. They reach the disk with `write`."""
+    """Collects the records of a run; `write` writes them to disk."""
 
     def __init__(self, writer: TraceWriter, prices: PriceBook, earlier: Trace = NOTHING) -> None:
         """`earlier`: the trace of earlier attempts of the run."""

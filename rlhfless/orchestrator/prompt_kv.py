@@ -139,7 +139,7 @@ class PrefillActors:
         await self._until(lambda: not self._queue[replica.name])
 
     def _start_if_it_pays(self, call: Call) -> None:
-        """Start another prefill actor if the waiting prompts take the expected ones longer than a start takes."""
+        """Start another prefill actor if the present ones need more time for the waiting prompts than a start takes."""
         free = [slot for slot in range(len(self._pool.allocations)) if self._pool.state(slot) is None]
         if not free:
             return

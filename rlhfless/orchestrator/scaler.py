@@ -158,7 +158,7 @@ class PolicyRunner:
                     self._note_plan(decision, step)
 
     def _note_plan(self, decision: Decision, step: _Step) -> None:
-        """Record a step's plan. Warn when the contract becomes infeasible, not at every step after."""
+        """Record a step's plan. Warn only at the first step of a row in which the contract is infeasible."""
         inputs = decision.inputs
         if "step_s" in inputs:
             step.figures["planned_generation_s"] = float(inputs["step_s"])
