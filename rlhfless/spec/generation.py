@@ -1,4 +1,4 @@
-"""How responses are sampled, and the engine that samples them."""
+"""How responses are sampled, and the engine settings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from rlhfless.spec.explain import several
 from rlhfless.spec.imports import IMPORT_PATH, TargetError, load_target
 
 MOST_SEQUENCES = 65_536
-"""Far above what an engine decodes at a time; it allocates its tables for so many."""
+"""Far above what an engine decodes at a time. The engine allocates tables of this size."""
 
 MOST_STOPS = 256
-"""The engine compares each token with all of them."""
+"""The engine compares each token with all stop tokens."""
 
 
 ENGINE_METHODS = ("start", "sample", "abort", "progress", "load", "logprobs", "require_heartbeat", "kill", "stop")
 
 
 def _engine(name: str) -> str:
-    """Raises PydanticCustomError if neither an engine of the package nor a class with an engine's methods."""
+    """Return the name of a built-in engine or of a class with an engine's methods. Raises PydanticCustomError
+    otherwise."""
     if name == "vllm":
         return name
     try:
@@ -41,48 +42,48 @@ EngineType = Annotated[str, AfterValidator(_engine)]
 
 USUAL_SEQUENCES = 256
 USUAL_BATCH_TOKENS = 8192
-"""`max_sequences` where nothing calls for more: vLLM's own default for small devices."""
+"""Values used until `auto` is decided: vLLM's own defaults for small devices."""
 
 
 class EngineSpec(SpecModel):
-    """Settings of one engine. Fields that are left out are chosen for the device."""
+    """Settings of one engine. Omitted keys are chosen for the device."""
 
     type: EngineType = "vllm"
-    """The engine: vLLM, or a class of your own (`package.module:Name`) that keeps the promises of
+    """The engine: `vllm`, or your own class (`package.module:Name`) with the interface described in
     `rlhfless/functions/generation/engine.py`."""
 
     kv_cache_gib: Annotated[float, Field(gt=0, le=65536)] | None = None
-    """Memory for the KV cache of a CPU engine (1 GiB by default)."""
+    """KV cache size of a CPU engine, in GiB. `null`: 1 GiB."""
 
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory that the engine may use. Ignored on CPU."""
+    """Fraction of a GPU's memory that the engine may use. Ignored on CPU."""
 
     tensor_parallel_size: Processes | Literal["auto"] = "auto"
-    """Devices per actor. `auto`: 1 on CPU cores; on GPUs the smallest of 1, 2, 4 and 8 with which the memory plan fits
+    """Devices per actor. `auto`: on CPU cores, 1; on GPUs, the smallest of 1, 2, 4 and 8 for which the memory plan fits
     and the KV cache holds a batch of sequences."""
 
     max_sequences: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] | Literal["auto"] = "auto"
-    """Most sequences decoded at the same time. `auto`: 256; on GPUs up to 1,024 where a step has that many samples for
-    each actor and the KV cache holds half of them at their longest."""
+    """Maximum sequences decoded at the same time. `auto`: 256; on GPUs up to 1,024, if a step has that many samples per
+    actor and the KV cache holds half of them at full length."""
 
     max_batch_tokens: Tokens | Literal["auto"] = "auto"
-    """Most tokens in one iteration of the engine, prefill included. `auto`: vLLM's default for the device, 16,384 on
-    GPUs of 70 GiB and more (not A100) if the memory plan has room for it, 8,192 elsewhere."""
+    """Maximum tokens per engine iteration, including prefill. `auto`: vLLM's default for the device, which is 16,384 on
+    GPUs with at least 70 GiB (except A100) if the memory plan has room, and 8,192 elsewhere."""
 
     eager: bool | None = None
-    """Skip CUDA graphs and compilation. On by default on CPU, off on GPU."""
+    """Disable CUDA graphs and compilation. `null`: on for CPU, off for GPU."""
 
     flashinfer: bool = False
-    """Use FlashInfer's kernels on GPUs: norms fused with the sums of tensor parallelism, attention on Blackwell. Every
-    node then needs the packages `flashinfer-cubin` and `flashinfer-jit-cache`, of the version of `flashinfer-python`.
-    Where it is off engines do not see FlashInfer, whatever compiler a node has."""
+    """Use FlashInfer kernels on GPUs: norms fused with the tensor-parallel all-reduce, and attention on Blackwell.
+    Every node needs the packages `flashinfer-cubin` and `flashinfer-jit-cache`, in the same version as
+    `flashinfer-python`. When off, engines do not use FlashInfer, even if a node has a compiler for it."""
 
     core_process: bool | None = None
-    """Run vLLM's scheduler and workers in processes of their own. On by default on GPUs and where an actor has several
-    devices, which need it; off for one CPU core, where a single process is faster."""
+    """Run vLLM's scheduler and workers in separate processes. `null`: on for GPUs and for actors with several devices,
+    which require it; off for one CPU core, where a single process is faster."""
 
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""
+    """Additional vLLM engine arguments, by their vLLM names. Passed through without validation."""
 
     @property
     def sequence_limit(self) -> int:
@@ -103,34 +104,35 @@ class EngineSpec(SpecModel):
 Quantization = Literal["off", "fp8"]
 
 MOST_DRAFTS = 32
-"""vLLM verifies up to 128 drafts of a request at once; published acceptance is gone long before 32."""
+"""vLLM verifies up to 128 draft tokens per request, but published acceptance rates drop to zero well before 32."""
 
 DEEPEST, USUAL_DEPTH = 8, 4
-"""Most drafts with depth `auto`: of responses that repeat others, and of models, whose published acceptance is low
-beyond."""
+"""Maximum draft tokens with depth `auto`: for drafts from other responses, and for draft models, whose published
+acceptance is low beyond that."""
 
 DRAFTERS = ("draft_model", "eagle3")
-"""Methods that need a model of their own."""
+"""Methods that need their own model."""
 
 
 class SpeculationSpec(SpecModel):
-    """Drafts: tokens that the engine guesses, and verifies several of in one pass. Samples are the same with and
-    without them (docs/speculation.md)."""
+    """Speculative decoding: the engine drafts several tokens and verifies them in one pass. It does not change the
+    samples (docs/speculation.md)."""
 
     method: Literal["off", "auto", "ngram", "suffix", "draft_model", "eagle3", "mtp"] = "off"
-    """`auto`: `suffix`, and with a number as `depth`, too, only where that saves time. `ngram`: what followed the same
-    last tokens earlier in the prompt or the response. `suffix`: what followed the longest equal end in other responses
-    to the prompt, those of earlier steps too. `draft_model`: a smaller model with the same tokenizer. `eagle3`: a head
-    that reads the model's hidden states. `mtp`: the heads that the model itself has for that. On GPUs `suffix` and
-    `auto` take vLLM's older model runner, without asynchronous scheduling, and at most 32 sequences per actor."""
+    """Source of draft tokens. `off`: no drafts. `ngram`: the text that followed the same last tokens earlier in the
+    prompt or response. `suffix`: the text that followed the longest matching suffix in other responses to the same
+    prompt, including those of earlier steps. `auto`: `suffix`, used only where it saves time, even with a number as
+    `depth`. `draft_model`: a smaller model with the same tokenizer. `eagle3`: a head that reads the model's hidden
+    states. `mtp`: the model's own multi-token prediction heads. On GPUs, `suffix` and `auto` use vLLM's older model
+    runner, without asynchronous scheduling and with at most 32 sequences per actor."""
 
     depth: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
-    """Most drafts of a response in one pass; `suffix` takes fewer where they are rejected. `auto`: as many as save
-    time, or none, which each engine measures for each number of responses side by side. On GPUs only `suffix` and
-    `auto` measure it, and the other methods draft 4."""
+    """Maximum draft tokens per response and pass. `suffix` uses fewer when drafts are rejected. `auto`: each engine
+    measures which depth saves time, possibly none, for each number of concurrent responses. On GPUs, only `suffix` and
+    `auto` measure; other methods draft 4."""
 
     model: Annotated[HubPath, Field(min_length=1)] | None = None
-    """Folder or hub name of the draft model or of the head."""
+    """Folder or hub name of the draft model or head. Only for methods `draft_model` and `eagle3`, which require it."""
 
     @model_validator(mode="after")
     def _has_the_model_that_its_method_needs(self) -> SpeculationSpec:
@@ -148,7 +150,7 @@ class SpeculationSpec(SpecModel):
 
     @property
     def most(self) -> int:
-        """Most drafts of a response in one pass."""
+        """Maximum draft tokens per response and pass."""
         if not self.on:
             return 0
         if self.depth == "auto":
@@ -157,7 +159,7 @@ class SpeculationSpec(SpecModel):
 
     @property
     def measured(self) -> bool:
-        """Whether engines draft only as deep as they have measured to save time."""
+        """Whether engines draft only as deep as they measured to save time."""
         return "auto" in (self.method, self.depth)
 
     @property
@@ -167,47 +169,49 @@ class SpeculationSpec(SpecModel):
 
     @property
     def has_weights(self) -> bool:
-        """Whether drafts come from weights beside the model's own, which no version holds."""
+        """Whether drafts come from separate weights, which weight updates do not include."""
         return self.method in (*DRAFTERS, "mtp")
 
 
 class GenerationSpec(SpecModel):
-    """Sampling."""
+    """How responses are sampled."""
 
     max_tokens: Tokens = 1024
-    """Longest response. By default at most half of the model's context."""
+    """Maximum response length in tokens. If omitted, half of the context for models whose context is no longer than the
+    default."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature. The learner divides its logits by the same number."""
+    """Sampling temperature. The learner divides its logits by the same value."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling. Any value but 1 biases the ratio between learner and engine, and gives a warning."""
+    """Nucleus sampling threshold. A value other than 1 biases the ratio between learner and engine probabilities; a
+    warning is issued."""
 
     top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
-    """Sample among the k likeliest tokens; 0 for all. Any value but 0 biases the ratio, and gives a warning."""
+    """Sample from the k most likely tokens; 0: all tokens. A value other than 0 biases the ratio between learner and
+    engine probabilities; a warning is issued."""
 
     stop: Annotated[tuple[str, ...], Field(max_length=MOST_STOPS)] = ()
-    """Texts that end a response, in addition to the end-of-sequence token. The response ends with the token that
-    completes the text, which rewards see and the policy learns."""
+    """Strings that end a response, in addition to the end-of-sequence token. The response ends with the token that
+    completes the string. Rewards see that token, and the policy learns it."""
 
     stop_token_ids: Annotated[tuple[int, ...], Field(max_length=MOST_STOPS)] = ()
-    """Tokens that end a response, in addition to the end-of-sequence token. Rewards see them in the response's text,
-    unless they close a turn, as `<|im_end|>` does."""
+    """Token ids that end a response, in addition to the end-of-sequence token. Rewards see them in the response text,
+    unless they close a turn, like `<|im_end|>`."""
 
     batch_invariant: bool = False
-    """On GPUs: kernels whose result for a sequence does not depend on what else is in the batch
-    (VLLM_BATCH_INVARIANT), so that a sample has the same tokens on however many actors and after a move. Engines are
-    slower with them, and vLLM refuses models and attention kernels that have none. CPU engines draw the same tokens
-    without it."""
+    """On GPUs, use batch-invariant kernels (VLLM_BATCH_INVARIANT), so that a sample has the same tokens on any number
+    of actors and after a migration. They make engines slower, and vLLM refuses models and attention backends without
+    such kernels. CPU engines generate the same tokens in any case."""
 
     quantization: Quantization = "off"
-    """Format of the weights and products of the engines' linear layers; the learner keeps its own, and embeddings,
-    output head and KV that of `model.dtype`. Each version is quantised as it is loaded, with a scale for each output of
-    a layer and for each token. Samples are then off policy, so `algorithm.importance` is needed. Which devices have
-    which format is in docs/accelerators.md; CPUs have both."""
+    """Format of the weights and products of the engines' linear layers. The learner is not affected; embeddings, output
+    head and KV cache stay in `model.dtype`. Each version is quantized as it is loaded, with a scale per layer output
+    and per token. Samples are then off-policy, so `algorithm.importance` is required. See docs/accelerators.md for the
+    formats that each device supports; CPUs support all of them."""
 
     progress_interval_s: Duration = 0.5
-    """How often an actor reports the tokens produced so far."""
+    """Interval in seconds at which an actor reports the tokens generated so far."""
 
     speculation: SpeculationSpec = SpeculationSpec()
 

@@ -1,4 +1,4 @@
-"""The learner: optimiser, precision, batching, ranks."""
+"""Learner settings: optimizer, precision, batching and ranks."""
 
 from __future__ import annotations
 
@@ -14,100 +14,101 @@ Epochs = Annotated[int, Field(ge=1, le=100)]
 
 
 def evaluated_share(mini_batches: int, epochs: int, old_logprobs: bool) -> float:
-    """The share of a batch whose old logprobs need a pass before the first update: in a single pass, what is learned
-    first is still of the policy that the step began with. With `old_logprobs` advantages need those of all of it."""
+    """Return the share of a batch whose old logprobs need a forward pass before the first update. In a single pass, the
+    first mini-batch is still on-policy and needs none. With `old_logprobs`, the advantages need old logprobs for the
+    whole batch."""
     return 1.0 if epochs > 1 or old_logprobs else 1 - 1 / mini_batches
 
 
 class AdamWSpec(SpecModel):
-    """AdamW (arXiv 1711.05101)."""
+    """The AdamW optimizer (arXiv 1711.05101)."""
 
     type: Literal["adamw"] = "adamw"
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-6
-    """AdamW moves each weight by about this much in a step."""
+    """Learning rate: AdamW changes each weight by about this much per optimizer step."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Of matrices and embeddings; norms and biases have none (the convention of nanoGPT, Megatron-LM and the Hugging
-    Face Trainer)."""
+    """Weight decay for matrices and embeddings. Norms and biases are not decayed (as in nanoGPT, Megatron-LM and the
+    Hugging Face Trainer)."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Gradients are scaled down to this norm; `null` for no clipping."""
+    """Maximum gradient norm; larger gradients are scaled down to it. `null`: no clipping."""
     warmup_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """The learning rate grows linearly over this many optimiser steps."""
+    """Optimizer steps over which the learning rate rises linearly."""
     rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The course of the learning rate from there to the run's last planned optimiser step: `linear` falls in a line to
-    `rate_floor`, `cosine` by half a cosine."""
+    """Learning rate after warm-up, until the last planned optimizer step of the run. `constant`: unchanged. `linear`:
+    falls linearly to `rate_floor`. `cosine`: falls to `rate_floor` along half a cosine."""
     rate_floor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """What `linear` and `cosine` fall to, as a share of `learning_rate`."""
+    """Final learning rate for `linear` and `cosine`, as a fraction of `learning_rate`."""
 
 
 PASS_TOKENS = 8192
-"""Tokens of a forward pass before the memory plan has decided."""
+"""Tokens per forward pass until the memory plan decides."""
 
 
 class TrainingSpec(SpecModel):
-    """How a model that is trained is split over ranks, and how they compute it."""
+    """How a trained model is sharded across ranks and computed."""
 
     ranks: Ranks = "auto"
-    """Ranks that share the model's states and the batch, each a process of its own. `auto`: on GPUs as many as the
-    memory plan asks for, on CPU cores 1."""
+    """Ranks (processes) that share the model's states and the batch. `auto`: on GPUs, as decided by the memory plan; on
+    CPU cores, 1."""
 
     shard_ranks: Ranks = "auto"
-    """Neighbouring ranks that the states are split over; each set of so many ranks holds a copy of the model, and sets
-    exchange gradients only (HSDP). `auto`: where ranks are on several GPU nodes and those of one node can hold the
-    states, the ranks of a node; else all ranks."""
+    """Neighboring ranks that each full copy of the model states is sharded across. Copies exchange only gradients
+    (HSDP). Must divide `ranks`. `auto`: the ranks of one node, if ranks span several GPU nodes and one node can hold
+    the states; otherwise all ranks."""
 
     micro_batch_tokens: Tokens | Literal["auto"] = "auto"
-    """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own. `auto`: 8,192, and
-    on GPUs up to 65,536 where the memory plan has room."""
+    """Maximum tokens per forward pass, including padding. A longer sequence gets its own pass. `auto`: 8,192; on GPUs
+    up to 65,536, if the memory plan has room."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the forward and backward pass. The optimiser's copy is always float32."""
+    """Number format of the forward and backward pass. The optimizer always keeps a float32 copy of the weights."""
 
     offload: bool = False
-    """Keep master weights, gradients and optimizer states in host memory, and run the optimizer on the CPU: 16 bytes
-    per parameter less on the GPU, and a slower step. If you leave it out, the memory plan sets it where nothing else
-    fits."""
+    """Keep master weights, gradients and optimizer states in host memory and run the optimizer on the CPU. Saves 16
+    bytes of GPU memory per parameter, but slows down each step. If omitted, the memory plan enables it only when
+    nothing else fits."""
 
     gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute activations in the backward pass: less memory, a third more operations. `auto`: off, and on GPUs on
-    where the memory plan has no room to keep activations."""
+    """Recompute activations in the backward pass: less memory for a third more computation. `auto`: off; on GPUs, on if
+    the memory plan has no room for activations."""
 
     share_prefixes: bool = True
-    """Prompt tokens that samples share are computed once per micro-batch, and not once per sample, where that saves
-    time: long prompts, many samples per prompt. The results are the same up to rounding."""
+    """Compute prompt tokens shared by several samples once per micro-batch instead of once per sample, where that saves
+    time (long prompts, many samples per prompt). Results are equal up to rounding."""
 
     threads: Processes | None = None
-    """CPU threads per rank; by default one for each core that is a device of the rank, or with GPUs all cores, divided
-    among the ranks. Fixed, because the order of sums, and with it the last bits of the weights, depends on it."""
+    """CPU threads per rank. `null`: one per core assigned to the rank; on GPUs, all cores divided among the ranks. The
+    number is fixed for the run, because it affects the order of sums and thus the last bits of the weights."""
 
     @property
     def average_decay(self) -> float | None:
-        """Of the moving average of its weights; None without one."""
+        """Decay of the weights' moving average; None without one."""
         return None
 
     @property
     def pass_tokens(self) -> int:
-        """`micro_batch_tokens` as a number: PASS_TOKENS where `auto` is still to be decided."""
+        """`micro_batch_tokens` as a number; PASS_TOKENS until `auto` is decided."""
         return PASS_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     @property
     def recomputes(self) -> bool:
-        """`gradient_checkpointing` as a truth value: False where `auto` is still to be decided."""
+        """`gradient_checkpointing` as a boolean; False until `auto` is decided."""
         return self.gradient_checkpointing is True
 
     @property
     def world_size(self) -> int:
-        """`ranks` as a number: 1 where `auto` is still to be decided."""
+        """`ranks` as a number; 1 until `auto` is decided."""
         return count_of(self.ranks)
 
     def split_over(self, ranks: int) -> int:
-        """`shard_ranks` as a number, which divides `ranks`."""
+        """Return `shard_ranks` as a number that divides `ranks`."""
         return ranks if self.shard_ranks == "auto" else math.gcd(ranks, self.shard_ranks)
 
     @property
     def copies(self) -> int:
-        """Sets of `shard_ranks`, each with all of the states."""
+        """Number of full copies of the model states."""
         return self.world_size // self.split_over(self.world_size)
 
     @model_validator(mode="after")
@@ -122,31 +123,31 @@ class TrainingSpec(SpecModel):
 
 
 class LearnerSpec(TrainingSpec):
-    """The learner function. The reference computes as the learner does."""
+    """The learner function. The reference uses the same compute settings."""
 
     min_ranks: Processes | None = None
-    """Fewest ranks that the learner may run with: after a fault it continues with the most ranks whose devices are
-    there, and after a later step it grows to `ranks` again when devices are free. By default it waits for the devices
-    of all ranks. The loss is the same with any number of ranks, up to the order of sums."""
+    """Minimum ranks the learner may run with. After a fault, it continues with as many ranks as have devices, and grows
+    back to `ranks` after a later step when devices are free. `null`: wait for the devices of all ranks. The loss does
+    not depend on the number of ranks, up to the order of sums."""
 
     logits_mib: Annotated[int, Field(ge=1, le=2**17)] | Literal["auto"] = "auto"
-    """Largest block of logits that learner and reference compute at once, in MiB of float32; a backward pass holds
-    five. Larger blocks read and write the head's gradient less often. `auto`: 128, and on GPUs up to 2048, as far as
-    the memory plan has room for twice as large ones."""
+    """Largest block of logits that the learner and reference compute at once, in MiB of float32. A backward pass holds
+    five blocks. Larger blocks access the gradient of the output head less often. `auto`: 128; on GPUs up to 2048, if
+    the memory plan has room for blocks twice that size."""
 
     head_dtype: Literal["float32"] | None = None
-    """`float32`: embeddings, last norm and output head compute in float32 where the layers do not, so that logprobs
-    carry no rounding of the logits; by default they compute in `dtype`."""
+    """`float32`: compute embeddings, the last norm and the output head in float32 even if the layers use a lower
+    precision, so that logits are not rounded before logprobs are taken. `null`: use `dtype`."""
 
     compile: bool = False
-    """Compile each decoder layer with `torch.compile`: fused norms, rotary embeddings and activation functions. The
-    first step takes some minutes longer, and results are the same up to rounding. `rlhfless selftest` times a step with
+    """Compile each decoder layer with `torch.compile`, which fuses norms, rotary embeddings and activation functions.
+    The first step takes a few minutes longer. Results are equal up to rounding. `rlhfless selftest` times a step with
     and without it on GPUs."""
 
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the weights, with this decay per optimiser step, such as 0.99: evaluations,
-    the best checkpoint and the model that checkpoints have are the average's; what is learned and drawn is as without.
-    It begins with the initial weights, and takes 4 bytes per parameter."""
+    """Keep an exponential moving average of the weights with this decay per optimizer step, such as 0.99. Evaluations,
+    the best checkpoint and checkpointed models then use the average; training and generation do not. The average starts
+    at the initial weights and takes 4 bytes per parameter. `null`: no average."""
 
     @property
     def average_decay(self) -> float | None:
@@ -155,7 +156,7 @@ class LearnerSpec(TrainingSpec):
 
     @property
     def fewest_ranks(self) -> int:
-        """`min_ranks` as a number: `ranks` where it is left out."""
+        """`min_ranks`, or `ranks` if omitted."""
         return self.min_ranks or self.world_size
 
     @model_validator(mode="after")
@@ -168,72 +169,71 @@ class LearnerSpec(TrainingSpec):
 
     @property
     def logits_elements(self) -> int | None:
-        """Elements of the largest block of logits; None where `auto` is still to be decided."""
+        """Elements of the largest block of logits; None until `auto` is decided."""
         return None if self.logits_mib == "auto" else self.logits_mib * 2**18
 
 
 FROM_POLICY, FROM_REWARD_MODEL = "policy", "reward_model"
-"""Values of `critic.model` that name no files."""
+"""Values of `critic.model` that are not paths."""
 
 
 class CriticAdamWSpec(AdamWSpec):
-    """AdamW of the critic."""
+    """The critic's AdamW optimizer."""
 
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-5
-    """AdamW moves each weight by about this much in a step. Ten times the policy's, as in verl's and OpenRLHF's
-    examples of PPO: returns move faster than a clipped policy."""
+    """Learning rate: AdamW changes each weight by about this much per optimizer step. The default is ten times the
+    policy's, as in the PPO examples of verl and OpenRLHF, because returns change faster than a clipped policy."""
 
 
 class CriticSpec(TrainingSpec):
-    """The critic function: a value for each response token, learned beside the policy. Algorithms that need values have
-    one, and only these."""
+    """The critic function: predicts a value for each response token and is trained along with the policy. Only for
+    algorithms that need values, which require it."""
 
     model: Annotated[str, Location("hub", words=frozenset({FROM_POLICY, FROM_REWARD_MODEL})), Field(min_length=1)] = (
         FROM_POLICY
     )
-    """What it starts from. `policy`: the policy's own model, with a new head of zeros in the place of its output head.
-    `reward_model`: the run's reward model, with its head; the run has exactly one. Or a folder, or a name on the hub,
-    of a model with a head of one label, such as a critic's checkpoint."""
+    """Initial model. `policy`: the policy's model with a new, zero-initialized value head instead of the output head.
+    `reward_model`: the run's reward model with its head; the run must have exactly one. Otherwise, a folder or hub name
+    of a model with a one-label head, such as a critic checkpoint."""
 
     optimizer: CriticAdamWSpec = CriticAdamWSpec()
 
     epochs: Epochs | None = None
-    """Passes over the batch of a training step; by default as many as the policy's (`epochs`)."""
+    """Passes over the batch of a training step. `null`: the same as the policy (`epochs`)."""
 
     warm_up_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """Training steps at the begin of the run in which the critic alone learns: the policy is neither updated nor
-    published (Value-Calibrated PPO, arXiv 2503.01491, pretrains values for 50 steps)."""
+    """Training steps at the start of the run in which only the critic is trained; the policy is neither updated nor
+    published (Value-Calibrated PPO, arXiv 2503.01491, pretrains values for 50 steps). Must be below `steps`."""
 
     @property
     def new_head(self) -> bool:
-        """Whether its head is not one of the files."""
+        """Whether the head is new instead of loaded."""
         return self.model == FROM_POLICY
 
 
 class ReferenceSpec(SpecModel):
-    """The reference function, which an algorithm with KL needs; it computes as the learner does (`learner.dtype`,
+    """The reference function, needed by algorithms with KL. It uses the learner's compute settings (`learner.dtype`,
     `learner.micro_batch_tokens`, `learner.share_prefixes`)."""
 
     ranks: Ranks = "auto"
-    """Ranks that share the frozen policy and the batch, on devices of the learner's side, each a process of its own.
-    `auto`: on GPUs one on each device of the side, up to those of a node, as far as the memory plan allows; on CPU
-    cores 1."""
+    """Ranks (processes) that share the frozen policy and the batch, on the learner's devices. `auto`: on GPUs, one per
+    device, up to one node and as far as the memory plan allows; on CPU cores, 1."""
 
 
 class RewardPart(SpecModel):
-    """The fields that all rewards have."""
+    """Keys of all rewards."""
 
     name: str | None = None
-    """Name in logs and traces; by default the type. Names must differ."""
+    """Name in logs and traces. Names must be unique. `null`: the type."""
 
     weight: float = 1.0
-    """Factor in the weighted sum that the algorithm sees."""
+    """Weight of this reward in the sum used by the algorithm."""
 
     sets: Annotated[tuple[str, ...], Field(min_length=1, max_length=64)] | None = None
-    """Only for prompts of these sets of `prompts.mixture` or `evaluation.sets`; by default for all."""
+    """Names of the sets in `prompts.mixture` or `evaluation.sets` that this reward scores. `null`: all prompts."""
 
     def scores(self, source: str) -> bool:
-        """Whether it is for prompts of a set."""
+        """Return whether this reward scores the prompts of a set."""
         return self.sets is None or source in self.sets
 
     @property
@@ -245,30 +245,29 @@ OnFailure = Literal["drop", "zero", "fail"]
 
 
 class ScoringSpec(SpecModel):
-    """The worker processes of rewards that run code, and what a failing reward means."""
+    """Worker processes for rewards that run code, and how failed rewards are handled."""
 
     workers: Processes = 2
-    """Worker processes for rewards of type python, math, code and json_schema; none are started without such a
-    reward. Two, so that one slow sample does not hold up all others; more for slow rewards, up to a core each."""
+    """Worker processes for rewards of type `python`, `math`, `code` and `json_schema`; none are started without such a
+    reward. With two, one slow sample does not block all others. Use more for slow rewards, up to one per core."""
 
     reward_model_ranks: Ranks = "auto"
-    """Ranks that share each reward model and the samples, on devices of the learner's side, each a process of its own.
-    `auto`: on GPUs one on each device of the side, up to those of a node, as far as the memory plan allows; on CPU
-    cores 1."""
+    """Ranks (processes) that share each reward model and the samples, on the learner's devices. `auto`: on GPUs, one
+    per device, up to one node and as far as the memory plan allows; on CPU cores, 1."""
 
     on_failure: OnFailure = "drop"
-    """When a reward fails on a sample. `drop`: the sample is left out of its group's statistics and of the loss.
-    `zero`: the part counts 0. `fail`: the run stops. The default is `drop`, because a zero would mean that the
-    response was bad, and a failed reward does not show that."""
+    """Action when a reward fails on a sample. `drop`: exclude the sample from its group's statistics and from the loss.
+    `zero`: count this reward as 0. `fail`: stop the run. The default is `drop` because a failed reward is no evidence
+    of a bad response, as a zero would be."""
 
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The run stops when more than this share of a step's samples has failed. If half of them fail, the cause is more
-    likely the reward than the responses."""
+    """Largest fraction of a step's samples that may fail; above it, the run stops. If half of them fail, the cause is
+    more likely the reward than the responses."""
 
     http_hosts: Annotated[tuple[str, ...], Field(max_length=1024)] | None = None
-    """If given, HTTP rewards reach no loopback, link-local or metadata address but these, as `host:port`; redirects and
-    names that resolve to such addresses are refused as well. A service sets this for the runs of its users."""
+    """Loopback, link-local and metadata addresses that HTTP rewards may reach, as `host:port`. All other such addresses
+    are refused, including by redirect or DNS. A service sets this for its users' runs. `null`: no restriction."""
 
     timeout_s: Duration = 300.0
-    """Longest time for one batch of finished groups; samples that are not scored by then have failed. Half of
-    `timeouts.call_s`, so that a reward that hangs on every sample costs samples and not the run."""
+    """Timeout in seconds for scoring one batch of finished groups. Samples not scored by then count as failed. Must be
+    below `timeouts.call_s`, so that a hanging reward costs samples instead of stopping the run."""

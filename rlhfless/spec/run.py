@@ -1,4 +1,4 @@
-"""RunSpec: the whole spec of a run."""
+"""RunSpec, the full spec of a run."""
 
 from __future__ import annotations
 
@@ -66,75 +66,79 @@ OwnFunctions = Annotated[
 
 
 class LimitsSpec(SpecModel):
-    """Bounds on the whole run, all its attempts together. They are looked at after each step; the run keeps a
-    checkpoint of the step that reached one, and says which."""
+    """Limits on a whole run, across all its attempts. They are checked after each step. When one is reached, the run
+    saves a checkpoint of that step and reports which limit it was."""
 
     max_cost_usd: Annotated[float, Field(gt=0)] | None = None
-    """By the price book."""
+    """Maximum cost in US dollars, from the price book. `null`: no limit."""
 
     max_device_hours: Annotated[float, Field(gt=0)] | None = None
-    """Devices held, whether busy or not."""
+    """Maximum device hours. Devices count while the run holds them, busy or idle. `null`: no limit."""
 
     max_wall_clock_s: Duration | None = None
-    """Time in which the run held devices; neither queues nor pauses count."""
+    """Maximum time in seconds during which the run holds devices. Queueing and pauses do not count. `null`: no
+    limit."""
 
     then: Literal["pause", "stop"] = "pause"
-    """`pause`: the run can go on once its limit is raised. `stop`: the run has ended."""
+    """Action when a limit is reached. `pause`: the run can be resumed once the limit is raised. `stop`: the run
+    ends."""
 
 
 class LoggingSpec(SpecModel):
-    """Where progress goes."""
+    """Where the run reports progress."""
 
     console: Literal["live", "lines", "off"] = "live"
-    """`live` redraws a table on a terminal, and falls back to `lines` where there is none."""
+    """Console output. `live`: a table that updates in place on a terminal; without a terminal, `lines`. `lines`: plain
+    lines. `off`: none."""
 
     jsonl: bool = True
-    """One line of metrics per step in metrics.jsonl."""
+    """Write one line of metrics per step to metrics.jsonl."""
 
     tensorboard: bool = False
-    """Event files under tensorboard/."""
+    """Write TensorBoard event files under tensorboard/."""
 
     metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Serve Prometheus metrics on this port of the loopback interface."""
+    """Port on the loopback interface that serves Prometheus metrics. `null`: not served."""
 
     record_tokens: bool = False
-    """Keep the prompts in the trace, and the text, token ids and logprobs of every response."""
+    """Record prompts in the trace, and the text, token ids and logprobs of every response."""
 
 
 OPTIMIZER_KEYS = MappingProxyType({"learner": "optimizer", "critic": "critic.optimizer"})
-"""The sections of `RunSpec.optimizers`."""
+"""Spec keys of the sections in `RunSpec.optimizers`, by function."""
 
 
 class RunSpec(SpecModel):
-    """One run."""
+    """A run."""
 
     removed: ClassVar[Mapping[str, str]] = REMOVED
-    """Spellings that are refused with a hint of their own (rlhfless.spec.removed)."""
+    """Removed or foreign key spellings, each refused with its own hint (rlhfless.spec.removed)."""
 
     name_elsewhere: ClassVar[Callable[[str, Any], str | None]] = staticmethod(name_elsewhere)
-    """The key of a setting of another tool, for hints (rlhfless.spec.explain)."""
+    """Map another tool's setting to a spec key, for hints (rlhfless.spec.explain)."""
 
     type: RunType = "rlhf"
-    """What the run learns, and from what. `rlhf`: a policy, from rewards of the responses that it draws. `sft`: a
-    policy, from written responses. `reward_model`: a score of responses, from pairs of which one was chosen. `dpo`: a
-    policy, from such pairs. Keys that a type does not have are refused; docs/supervised.md has the types but `rlhf`."""
+    """Type of training. `rlhf`: train a policy on rewards for the responses it generates. `sft`: train a policy on
+    written responses. `reward_model`: train a scoring model on pairs of a chosen and a rejected response. `dpo`: train
+    a policy on such pairs. Keys that do not apply to the type are refused. See docs/supervised.md for all types except
+    `rlhf`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "run"
-    """Short name, in lower case; part of the names of the output folder and of the replicas."""
+    """Short lowercase name, used in the names of the output folder and the replicas."""
 
     model: ModelSpec
 
     prompts: PromptsSpec | None = None
-    """What runs of type `rlhf` draw responses to; they need it."""
+    """Training prompts. Required for type `rlhf`."""
 
     demonstrations: DemonstrationsSpec | None = None
-    """What runs of type `sft` learn from; they need it."""
+    """Prompts with written responses. Required for type `sft`."""
 
     preferences: PreferencesSpec | None = None
-    """What runs of type `reward_model` and `dpo` learn from; they need it."""
+    """Prompts with a chosen and a rejected response. Required for types `reward_model` and `dpo`."""
 
     rewards: Annotated[tuple[RewardSpec, ...], Field(max_length=64)] = ()
-    """What runs of type `rlhf` learn from; they need at least one."""
+    """Rewards for type `rlhf`, which needs at least one."""
 
     dpo: DPOSpec = DPOSpec()
     scoring: ScoringSpec = ScoringSpec()
@@ -145,30 +149,31 @@ class RunSpec(SpecModel):
     """Training steps."""
 
     prompts_per_step: Annotated[int, Field(ge=1)] = 64
-    """Prompts of a training step, each with its samples, its demonstrated response, or its pair of responses."""
+    """Prompts per training step. Each has its samples (`rlhf`), one written response (`sft`), or a pair of
+    responses."""
 
     samples_per_prompt: Annotated[int, Field(ge=1)] = 8
-    """The group size."""
+    """Samples generated per prompt (the group size)."""
 
     mini_batches: Annotated[int, Field(ge=1)] = 1
-    """Optimiser steps per pass over the batch of a training step, each on its share of the prompts."""
+    """Optimizer steps per pass over the batch of a training step. Prompts are divided among them."""
 
     epochs: Epochs = 1
-    """Passes over the batch of a training step, each in an order of its own. Old logprobs stay those of before the
-    first update."""
+    """Passes over the batch of a training step, each in a different order. Old logprobs are always those from before
+    the first update."""
 
     schedule: ScheduleSpec = SyncSpec()
-    """The order in which steps draw and learn."""
+    """How generation and training steps are ordered."""
 
     optimizer: AdamWSpec = AdamWSpec()
     learner: LearnerSpec = LearnerSpec()
     reference: ReferenceSpec = ReferenceSpec()
 
     critic: CriticSpec | None = None
-    """Of algorithms that need values, such as PPO."""
+    """The critic, for algorithms that need values, such as PPO. `null`: none."""
 
     functions: OwnFunctions = Field(default_factory=dict)
-    """Functions of your own, by name: each adds a column with a value per token to the samples of complete groups. See
+    """Your own functions, by name. Each adds one per-token output to the samples of complete groups. See
     docs/extending.md."""
 
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -184,16 +189,17 @@ class RunSpec(SpecModel):
     sizes: SizesSpec = SizesSpec()
 
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
-    """Among the runs of a service: runs of a higher priority get devices first, and runs of a lower one give way."""
+    """Priority among the runs of a service. Higher-priority runs get devices first; lower-priority runs yield
+    theirs."""
 
     metadata: Labels = Field(default_factory=dict)
-    """Labels of your own, to find runs by."""
+    """Your own labels, for finding runs. At most 16; keys up to 64 characters, values up to 512."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Every random choice of the run follows from it."""
+    """Seed for all random choices of the run."""
 
     output: str = "runs"
-    """Folder under which the run makes its own folder for trace, metrics and checkpoints."""
+    """Parent folder of the run's own folder, which holds its trace, metrics and checkpoints."""
 
     @field_validator("prompts", "demonstrations", "preferences", "rewards")
     @classmethod
@@ -216,7 +222,7 @@ class RunSpec(SpecModel):
 
     @staticmethod
     def _needed(run_type: RunType) -> tuple[str, ...]:
-        """The sections without a default that a type has, in addition to `model`."""
+        """Return the sections, besides `model`, that a run type requires."""
         return (DATA[run_type], "rewards") if run_type == "rlhf" else (DATA[run_type],)
 
     @model_validator(mode="after")
@@ -235,23 +241,23 @@ class RunSpec(SpecModel):
 
     @property
     def supervised(self) -> bool:
-        """Whether it learns from written responses, so that nothing is drawn nor scored."""
+        """Whether the run learns from written responses, without generation or scoring."""
         return self.type != "rlhf"
 
     @property
     def data(self) -> DataSpec:
-        """The section with its data."""
+        """The data section of this run type."""
         section: DataSpec = getattr(self, DATA[self.type])
         return section
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it has a reference function."""
+        """Whether the run needs a reference function."""
         return self.type == "dpo" or (not self.supervised and self.algorithm.needs.reference)
 
     @property
     def sequences_per_prompt(self) -> int:
-        """Sequences that are learned from, of each prompt."""
+        """Sequences learned per prompt."""
         return {"rlhf": self.samples_per_prompt, "sft": 1}.get(self.type, 2)
 
     @field_validator("functions")
@@ -300,7 +306,8 @@ class RunSpec(SpecModel):
 
     @property
     def critic_source(self) -> ModelSpec:
-        """The model that the critic starts from. It reads the policy's tokens, and is saved with its tokenizer."""
+        """The model the critic starts from. The critic reads the policy's tokens and is saved with the policy's
+        tokenizer."""
         assert self.critic is not None, "ask a run that has a critic"
         paths = {FROM_POLICY: self.model.path, FROM_REWARD_MODEL: next((m.path for m in self.reward_models), "")}
         path = paths.get(self.critic.model, self.critic.model)
@@ -308,22 +315,22 @@ class RunSpec(SpecModel):
 
     @property
     def trained(self) -> Mapping[str, TrainingSpec]:
-        """The sections of the functions whose models are trained, by key, which is the function's name."""
+        """Settings of trained models, by function name (which is also the spec key)."""
         return {"learner": self.learner, **({} if self.critic is None else {"critic": self.critic})}
 
     @property
     def optimizers(self) -> Mapping[str, AdamWSpec]:
-        """The settings of the optimisers of trained models, by function."""
+        """Optimizer settings of trained models, by function name."""
         return {"learner": self.optimizer, **({} if self.critic is None else {"critic": self.critic.optimizer})}
 
     def epochs_of(self, function: str) -> int:
-        """Passes of a function with a trained model over the batch of a training step."""
+        """Return the number of passes a function's model makes over the batch of a training step."""
         own = self.critic.epochs if self.critic is not None and function == "critic" else None
         return own or self.epochs
 
     def planned_updates(self, function: str) -> int:
-        """Optimiser steps of a function with a trained model in the whole run, if no step has too few groups for its
-        mini-batches."""
+        """Return the optimizer steps planned for a function over the whole run, assuming every step has enough groups
+        for its mini-batches."""
         without = 0 if self.critic is None or function == "critic" else self.critic.warm_up_steps
         return (self.steps - without) * self.mini_batches * self.epochs_of(function)
 
@@ -340,7 +347,7 @@ class RunSpec(SpecModel):
         return self
 
     def updates_policy(self, step: int) -> bool:
-        """Whether the policy learns in a training step: not while the critic warms up."""
+        """Return whether the policy is updated in a training step (not during critic warm-up)."""
         return self.critic is None or step > self.critic.warm_up_steps
 
     @model_validator(mode="after")
@@ -350,7 +357,7 @@ class RunSpec(SpecModel):
         return self
 
     def asked(self) -> Iterator[Size]:
-        """The sizes of the run that the spec asks for."""
+        """Yield the sizes this spec requests."""
         prompts, samples, tokens = self.prompts_per_step, self.samples_per_prompt, self.generation.max_tokens
         yield Size("steps", "steps", self.steps, "steps")
         if self.supervised:
@@ -385,7 +392,7 @@ class RunSpec(SpecModel):
 
     @property
     def reward_models(self) -> tuple[RewardModelSpec, ...]:
-        """The rewards that have a replica of their own."""
+        """Rewards that run on their own replica."""
         return tuple(part for part in self.rewards if isinstance(part, RewardModelSpec))
 
     @model_validator(mode="after")
@@ -489,8 +496,8 @@ class RunSpec(SpecModel):
 
     @model_validator(mode="after")
     def _old_weights_are_allowed_for(self) -> RunSpec:
-        """A schedule that learns from samples of older weights needs a correction; one that draws ahead also needs the
-        old versions, and devices to overlap on."""
+        """Check what a schedule with stale samples needs: an off-policy correction and, if it generates ahead, old
+        weight versions and devices to overlap on."""
         behind, of = self.schedule.max_staleness, f"schedule.type is {self.schedule.type}"
         if not behind:
             return self
@@ -522,7 +529,7 @@ class RunSpec(SpecModel):
 
     @model_validator(mode="after")
     def _what_is_begun_is_what_is_learned(self) -> RunSpec:
-        """A step that leaves groups to later ones generates only its own groups."""
+        """Refuse prompt replacement with the `partial` schedule, where a step generates only its own groups."""
         if isinstance(self.schedule, PartialSpec) and self.algorithm.needs.redraws:
             raise ValueError(
                 f"schedule.type is partial, which leaves groups to later steps, but {self.algorithm.type} "
