@@ -66,8 +66,7 @@ def undrafted(spec: RunSpec, accepted: tuple[float, ...]) -> str | None:
 
 
 def quantization_problem(spec: RunSpec, changes: Mapping[str, Any], kind: str) -> str | None:
-    """Return the reason that a run cannot generate on a kind of device in the format in `changes`, or None if it
-    can."""
+    """Return the reason that a run cannot generate in the format in `changes` on a kind of device, or None."""
     quantization = changes.get(QUANTIZATION)
     if quantization is not None and spec.supervised:
         return f"a run of type {spec.type} generates nothing"

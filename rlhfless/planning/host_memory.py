@@ -27,8 +27,7 @@ _OBJECT_STORE_BYTES = (200 * 10**6, 8 * GIB)
 
 
 def chart_shared_memory(store_bytes: int) -> str:
-    """Return the smallest value of the chart's `sharedMemory` for a node with `store_bytes` of weights, such as
-    `74Gi`."""
+    """Return the smallest `sharedMemory` of the chart for a node with `store_bytes` of weights, such as `74Gi`."""
     least, most = _OBJECT_STORE_BYTES
     rays = min(max(math.ceil(store_bytes / (_OBJECT_STORE_SHARE - 1)), least), most)
     return f"{math.ceil((store_bytes + rays) / GIB)}Gi"
@@ -69,16 +68,14 @@ class Needed:
 
 
 def store_base(spec: RunSpec) -> Path:
-    """Return the parent folder of a run's weights: shared memory if the machine has any, because it is faster than
-    any disk."""
+    """Return the parent folder of a run's weights: shared memory if available, because it is faster than any disk."""
     if spec.weights.folder:
         return Path(spec.weights.folder)
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def on_this_node(spec: RunSpec) -> Transport:
-    """Return the transport of the weights if all functions are on this node, determined by the location of their
-    folder."""
+    """Return the transport of the weights if all functions are on this node, given the location of their folder."""
     return "shared_memory" if in_memory(_nearest(str(store_base(spec)))) else "file"
 
 

@@ -59,10 +59,10 @@ def parsed_devices(text: str) -> tuple[str, int]:
 
 
 def parsed_sides(text: str, *, draws: bool = True) -> tuple[str, int, dict[str, Any]]:
-    """Return kind and number of `8xh100`; for `8xl40s+2xh100` those of generation, and the dotted spec keys that give
-    the learner the others.
+    """Return kind and number of `8xh100`, and the spec changes for a learner on other devices.
 
-    Raises InputError, also for two sides of a run without generation (`draws` is False).
+    For `8xl40s+2xh100`, kind and number are those of generation, and the changes (by dotted key) give the learner the
+    others. Raises InputError, also for two sides of a run without generation (`draws` is False).
     """
     generation, plus, learner = text.partition("+")
     kind, count = parsed_devices(generation)
@@ -98,8 +98,8 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
 
 
 def _within_context(spec: RunSpec, limit: int | None) -> RunSpec:
-    """Reduce a default `generation.max_tokens` that exceeds a small model's context to half of the context, leaving
-    room for prompts."""
+    """Reduce a default `generation.max_tokens` that exceeds a small model's context to half of it, leaving room for
+    prompts."""
     context = spec.model.max_context_tokens or limit
     if context is None or is_set(spec, "generation.max_tokens") or spec.generation.max_tokens < context:
         return spec
@@ -107,8 +107,11 @@ def _within_context(spec: RunSpec, limit: int | None) -> RunSpec:
 
 
 def resolve_for_devices(spec: RunSpec, kind: str, count: int) -> RunSpec:
-    """Return a spec with all values that depend on `count` devices of a kind resolved, or only those that depend on the
-    kind if the model's sizes are unknown. For CPU cores the sizes are not fetched from the hub."""
+    """Return a spec with all values that depend on `count` devices of a kind resolved.
+
+    If the model's sizes are unknown, only values that depend on the kind are resolved. For CPU cores the sizes are not
+    fetched from the hub.
+    """
     if _on_cores(spec, kind) and not is_path(spec.model.path):
         return unplanned(spec, kind)
     try:
@@ -123,8 +126,10 @@ def _on_cores(spec: RunSpec, kind: str) -> bool:
 
 
 def devices_of(spec: RunSpec, nodes: Sequence[Node]) -> tuple[str, int]:
-    """Return kind and number of a run's devices on these nodes, excluding a learner's of another kind. Raises
-    PlacementError if no kind can be chosen."""
+    """Return kind and number of a run's devices on these nodes, excluding a learner's of another kind.
+
+    Raises PlacementError if no kind can be chosen.
+    """
     kind = device_kind(spec.placement, nodes)
     return kind, spec.placement.devices or sum(node.count(kind) for node in nodes)
 
@@ -140,8 +145,10 @@ def local_devices(spec: RunSpec) -> tuple[str, int]:
 
 
 def on_these_devices(spec: RunSpec) -> tuple[RunSpec, str]:
-    """Resolve a spec for the devices of this machine, and return it with their description. A spec that joins a cluster
-    is resolved later."""
+    """Resolve a spec for the devices of this machine, and return it with a description of the devices.
+
+    A spec that joins a cluster is resolved later.
+    """
     if spec.placement.ray_address:
         return spec, f"the devices of the cluster at {spec.placement.ray_address}"
     try:
@@ -152,10 +159,10 @@ def on_these_devices(spec: RunSpec) -> tuple[RunSpec, str]:
 
 
 def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> list[Problem]:
-    """Return the reasons that a resolved run cannot start on `count` devices of a kind: refused settings, and
-    insufficient memory.
+    """Return the reasons that a resolved run cannot start on `count` devices of a kind.
 
-    On CPU cores, whose memory other programs share, or for unknown sizes, memory is never a reason.
+    These are refused settings and insufficient memory. On CPU cores, whose memory other programs share, or for unknown
+    sizes, memory is never a reason.
     """
     problems = device_problems(spec, kind)
     if _on_cores(spec, kind):
@@ -179,8 +186,10 @@ def with_ranks(spec: RunSpec, ranks: int | None) -> RunSpec:
 
 
 def rank_counts(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> tuple[int, ...]:
-    """Return the possible numbers of learner ranks of a resolved run on `count` devices of a kind, largest first: from
-    `learner.ranks` down to `learner.min_ranks`, without those that do not fit in memory."""
+    """Return the numbers of ranks that the learner of a resolved run may have on `count` devices, largest first.
+
+    They range from `learner.ranks` down to `learner.min_ranks`, without those that do not fit in memory.
+    """
     learner = spec.learner
     fewer = range(learner.world_size - 1, learner.fewest_ranks - 1, -1)
     fit = (ranks for ranks in fewer if not memory_problems(with_ranks(spec, ranks), kind, count, sequence_tokens))
@@ -188,8 +197,7 @@ def rank_counts(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> t
 
 
 def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> int:
-    """Return the host memory in bytes, over all nodes, needed while the functions load. 0 on CPU cores, whose memory
-    other programs share, and for unknown sizes."""
+    """Return the host memory in bytes needed to load the functions, over all nodes."""
     if _on_cores(spec, kind):
         return 0
     try:
@@ -216,8 +224,11 @@ def planned(
 
 
 def shared_kv_bytes(spec: RunSpec, shape: ModelShape | None, kind: str) -> int | None:
-    """Return the planned KV cache in bytes of an engine that shares its GPU, where a measurement would include other
-    functions' memory. None if the engine does not share its GPU or the plan has no figure."""
+    """Return the planned KV cache in bytes of an engine that shares its GPU, or None.
+
+    There, a measurement would include other functions' memory. None if the engine does not share its GPU or the plan
+    has no figure.
+    """
     if spec.placement.mode != "colocated" or kind == CPU_KIND or shape is None or kind not in load_devices():
         return None
     return kv_bytes(spec, shape, device_of(kind), draft_shape(spec))
@@ -240,8 +251,10 @@ def reward_shapes(spec: RunSpec) -> tuple[tuple[RewardModelSpec, ModelShape], ..
 
 
 def draft_shape(spec: RunSpec) -> ModelShape | None:
-    """Return the sizes of the engines' draft model or head; None without one, or if they cannot be read. This is an
-    upper bound for a head that shares the model's embeddings."""
+    """Return the sizes of the engines' draft model or head, or None without one or if they cannot be read.
+
+    This is an upper bound for a head that shares the model's embeddings.
+    """
     model = spec.generation.speculation.model
     if model is None:
         return None
@@ -259,8 +272,7 @@ def _config(model: str) -> Mapping[str, Any]:
 
 
 def model_config(model: str) -> Mapping[str, Any]:
-    """Return a model's config.json, or the built-in sizes of a known hub model if the hub is unreachable. Raises
-    ValueError and OSError."""
+    """Return a model's config.json, or built-in sizes if the hub is unreachable. Raises ValueError and OSError."""
     try:
         return _mapping(parsed_json(config_file(model).read_bytes()))
     except OSError:

@@ -146,11 +146,11 @@ def memory_plan(
     rewards: Rewards = (),
     draft: ModelShape | None = None,
 ) -> MemoryPlan:
-    """Return the plan of a run on `count` devices of a kind, plus those of its `placement.learner_kind`, for sequences
-    of up to `sequence_tokens`.
+    """Return the plan of a run on `count` devices of a kind, plus those of its `placement.learner_kind`.
 
-    `host_bytes` is the memory of one machine, which on CPU cores is the devices' own. `rewards` are the known sizes of
-    reward models; `draft` those of a draft model. Raises PlacementError if there are too few devices.
+    Sequences have up to `sequence_tokens`. `host_bytes` is the memory of one machine; on CPU cores it is the devices'
+    own. `rewards` are the known sizes of reward models; `draft` those of a draft model. Raises PlacementError if there
+    are too few devices.
     """
     of_learner = learner_sheet(spec, sheet)
     memory = {each.kind: _memory_bytes(each, host_bytes) for each in (sheet, of_learner)}
@@ -220,8 +220,7 @@ def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
 
 
 def held_devices(spec: RunSpec, kind: str, count: int) -> dict[str, float]:
-    """Return the number of devices of each function in a run on `count` devices of a kind, counting shared devices by
-    share. Raises PlacementError."""
+    """Return the number of devices of each function, counting shared devices by share. Raises PlacementError."""
     allocations = _placement(spec, kind, count).allocations
     return {function: math.fsum(share for each in of for share in each.shares) for function, of in allocations.items()}
 
@@ -260,8 +259,10 @@ def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str])
 
 
 def _nodes(kind: str, count: int, first: int = 0) -> list[Node]:
-    """Return machines with `count` devices, numbered from `first`: one with all CPU cores, or GPU machines of up to
-    eight."""
+    """Return machines with `count` devices: one with all CPU cores, or GPU machines of up to eight devices.
+
+    Their names are numbered from `first`.
+    """
     if kind == CPU_KIND:
         return [Node(str(first), "", count, count)]
     sizes = [min(NODE_DEVICES, count - taken) for taken in range(0, count, NODE_DEVICES)]

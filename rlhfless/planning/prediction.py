@@ -244,8 +244,7 @@ def banded(
     factor: float,
     band: str,
 ) -> PlannedCost:
-    """Return the cost of a run of `steps` steps: means of the first figures, and the range of all figures widened by
-    `factor`."""
+    """Return the cost of a run: means of the first figures, and the range of all figures widened by `factor`."""
     mean_s, mean_usd = fmean(step_s[0]), fmean(step_usd[0])
     all_s, all_usd = list(chain(*step_s)), list(chain(*step_usd))
     return PlannedCost(
@@ -285,8 +284,7 @@ def _measured(asked: Question, latency: LatencyFile, lengths: Lengths, file: str
 
 
 def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths) -> dict[str, Any]:
-    """Return the learner's utilisation, clamped to its valid range, and the seconds per step not covered by anything
-    else."""
+    """Return the learner's utilisation, clamped to its valid range, and the remaining seconds per step."""
     spec = asked.spec
     tokens = Drawn.of(spec, lengths.signal).learned_samples * (lengths.mean_tokens + lengths.prompt_tokens)
     learn_s = latency.learn.at(tokens * spec.epochs)
@@ -360,8 +358,10 @@ def _scenario(
 
 
 def _schedule(spec: RunSpec) -> ScheduleSpec:
-    """Return the schedule of a scenario: `sync` if functions share devices, where overlap gains nothing because their
-    work adds up."""
+    """Return the schedule of a scenario.
+
+    It is `sync` if functions share devices: overlap gains nothing there, because their work adds up.
+    """
     in_turn = spec.schedule.steps_ahead and spec.placement.mode == "colocated"
     return SyncSpec() if in_turn else spec.schedule
 

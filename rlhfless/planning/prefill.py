@@ -40,8 +40,10 @@ class PlannedPrefill:
 
 
 def planned_prefill(asked: Question, lengths: Lengths, model: EngineModel | None = None) -> PlannedPrefill | None:
-    """Return the comparison for a run's own engines, or None with at most one engine. `model` is a measured engine;
-    the default is that of the device's data sheet."""
+    """Return the comparison for a run's own engines, or None with at most one engine.
+
+    `model` is a measured engine; the default is that of the device's data sheet.
+    """
     spec, kind = asked.spec, asked.sheet.kind
     if spec.supervised:
         return None

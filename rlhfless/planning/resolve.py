@@ -78,8 +78,10 @@ kernel per seeded row, estimated from its code at 3 to 6 ms per iteration at 256
 
 
 def resolve_for_kind(spec: RunSpec, kind: str) -> RunSpec:
-    """Return the spec with the defaults for devices of a kind, such as bfloat16 on GPUs. `placed` resolves the values
-    that depend on memory."""
+    """Return the spec with the defaults for devices of a kind, such as bfloat16 on GPUs.
+
+    `placed` resolves the values that depend on memory.
+    """
     learning = spec.placement.kind_of_learner(kind)
     wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
     if kind == CPU_KIND:
@@ -128,8 +130,7 @@ SETTLED = (
 
 
 def keep_resolved(spec: RunSpec, before: RunSpec) -> RunSpec:
-    """Return the spec of a resumed run, with the values already resolved in `before`, the run's own spec, for keys that
-    the spec leaves open."""
+    """Return the spec of a resumed run, keeping resolved values of open keys from `before`, the run's own spec."""
     kept = {}
     for key in SETTLED:
         section = key.partition(".")[0]
@@ -199,8 +200,7 @@ def _format_problems(spec: RunSpec, kind: str) -> list[Problem]:
 
 
 def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
-    """Return the reasons to refuse a run on these devices: rejected settings and insufficient memory. Empty if it can
-    start."""
+    """Return the reasons to refuse a run on these devices: rejected settings and insufficient memory."""
     refused = (
         f"{problem.where}: {problem.what}; {problem.hint}" for problem in device_problems(asked.spec, asked.sheet.kind)
     )
@@ -229,8 +229,10 @@ def _open_checkpointing(spec: RunSpec) -> tuple[str, ...]:
 
 
 def _with_kept_activations(asked: Question, spec: RunSpec) -> RunSpec:
-    """Disable activation checkpointing for each trained model that leaves it open and has room, if needed by shrinking
-    engines whose KV cache still holds all samples of a step."""
+    """Disable activation checkpointing for each trained model that leaves it open and has room.
+
+    If needed, engines are shrunk, as long as their KV cache still holds all samples of a step.
+    """
     for name in _open_checkpointing(asked.spec):
         tokens, kept = spec.trained[name].pass_tokens, {f"{name}.gradient_checkpointing": False}
         changed = (edited(each, kept) for each in _with_smaller_engines(asked, spec))
@@ -239,8 +241,7 @@ def _with_kept_activations(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _with_smaller_engines(asked: Question, spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield the spec, then variants with smaller fractions for co-located engines if these are open, down to what
-    samples need."""
+    """Yield the spec, then variants with smaller engines if co-located and open, down to the size that samples need."""
     yield spec
     if spec.supervised or spec.placement.mode != "colocated" or spec.placement.in_turns or is_set(asked.spec, FRACTION):
         return
@@ -255,8 +256,7 @@ def _samples_per_actor(spec: RunSpec) -> int:
 
 
 def _with_large_passes(asked: Question, spec: RunSpec) -> RunSpec:
-    """Resolve an open `micro_batch_tokens` of each trained model on GPUs: the most tokens with room, in steps of
-    PASS_STEP."""
+    """Resolve an open `micro_batch_tokens` of each trained model on GPUs: the most with room, in steps of PASS_STEP."""
     for name in (name for name, part in spec.trained.items() if part.micro_batch_tokens == "auto"):
         if asked.learner_sheet.kind == CPU_KIND:
             continue
@@ -427,16 +427,18 @@ def _last_resort(asked: Question) -> RunSpec:
 
 
 def _apart(asked: Question) -> int:
-    """Return the most devices that the learner can have in addition to the minimum number of generation and prefill
-    actors."""
+    """Return the most devices that the learner can have, given the minimum of generation and prefill actors."""
     spec = asked.spec
     engines = spec.scaling.generation.min_actors + spec.scaling.prefill.max_actors
     return asked.count - engines * spec.generation.engine.devices_per_actor
 
 
 def _candidates(asked: Question) -> Iterator[RunSpec]:
-    """Yield the placements of a run, cheapest first: co-located, larger engine fractions first; co-located with turns;
-    disaggregated. Each with 1, 2, 4 and 8 devices per actor if that is open."""
+    """Yield the placements of a run, cheapest first.
+
+    The order is co-located, larger engine fractions first; co-located with turns; disaggregated. Each comes with 1, 2,
+    4 and 8 devices per actor if that is open.
+    """
     spec = asked.spec
     for changes in _together(asked) if spec.placement.mode in ("auto", "colocated") else ():
         together = edited(spec, {"placement.mode": "colocated"} | changes)

@@ -144,8 +144,10 @@ class Planner:
         return schedules_of(asked, self._beside(asked, row["predicted"]))
 
     def _beside(self, asked: Question, planned: Mapping[str, Any] | None) -> Predict:
-        """Return quick predictions, scaled to match the full prediction `planned` for the run itself, so that a plan
-        never shows two figures for the same run."""
+        """Return quick predictions, scaled to match the full prediction `planned` for the run itself.
+
+        Otherwise a plan would show two figures for the same run.
+        """
         quick = self.quick()
         own, _ = quick.predicted(asked)
         if own is None or planned is None:
@@ -167,8 +169,10 @@ class Planner:
         return planned_prefill(asked, self.lengths, None if latency is None else latency.engine)
 
     def _latency_of(self, asked: Question) -> LatencyFile | None:
-        """Return the latencies of the earlier run, adjusted to the requested learner, if it was recorded with this
-        model on these devices."""
+        """Return the latencies of the earlier run, adjusted to the requested learner, or None.
+
+        The run must have been recorded with this model on these devices.
+        """
         trace = self.trace
         if trace is None or not self._recorded_on(trace, asked):
             return None

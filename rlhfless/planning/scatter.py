@@ -58,8 +58,10 @@ class Scatter:
 
     @classmethod
     def of(cls, trace: Trace, predicted_s: float | None, kind: str) -> Scatter | None:
-        """Return the scatter of a trace, or None without a measurable step. `predicted_s` is the predicted mean step
-        of that run, or None if unknown, in which case its prediction counts as exact."""
+        """Return the scatter of a trace, or None without a measurable step.
+
+        `predicted_s` is the predicted mean step of that run. If it is None, the prediction counts as exact.
+        """
         rows = [record for record in trace.steps if record.step > 0 and record.resumed_s <= record.start_s]
         seconds = [measured_s(record, trace)[WALL] for record in rows]
         first = seconds[:1] if rows and rows[0].step == 1 else []

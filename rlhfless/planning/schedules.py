@@ -71,8 +71,10 @@ class _Tried:
 
 
 def schedules_of(asked: Question, predict: Predict) -> dict[str, Any]:
-    """Return `schedules` and `schedule_reason` of PlanObject: `sync` and the others, as in the spec or by default,
-    and which of them the plan chooses. Empty for a supervised run."""
+    """Return `schedules` and `schedule_reason` of PlanObject, empty for a supervised run.
+
+    They cover `sync` and the others, as in the spec or by default, and the plan's choice among them.
+    """
     if asked.spec.supervised:
         return NO_SCHEDULES
     own = asked.spec.schedule
@@ -101,8 +103,7 @@ def _chosen(spec: RunSpec, tried: Sequence[_Tried]) -> _Tried | None:
 
 
 def _allowed(spec: RunSpec, schedule: ScheduleSpec) -> bool:
-    """Return whether a schedule respects the spec's bound on staleness, and takes samples in the order of the data
-    or in that of the spec's own schedule."""
+    """Return whether a schedule respects the spec's bound on staleness and its order of the data."""
     in_order = not isinstance(schedule, PartialSpec) or spec.schedule.type == schedule.type
     return in_order and schedule.max_staleness <= spec.schedule.max_staleness
 
@@ -143,8 +144,7 @@ def _reason(spec: RunSpec, tried: Sequence[_Tried], chosen: _Tried) -> str:
 
 
 def _predicted(asked: Question, schedule: ScheduleSpec, predict: Predict) -> tuple[Predicted | None, str | None]:
-    """Return the prediction of the run with a schedule, or the reason that there is none, such as a spec that
-    forbids it."""
+    """Return the prediction of the run with a schedule, or the reason that there is none."""
     try:
         RunSpec.model_validate({**asked.spec.model_dump(mode="json"), "schedule": schedule})
     except ValidationError as error:

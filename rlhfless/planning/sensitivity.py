@@ -37,7 +37,9 @@ class Changed:
 
 def costs_usd(spec: RunSpec, devices: Mapping[str, int], cost_usd: float) -> dict[PriceSource, float | None]:
     """Return a cost at the prices of each source of the bundled table, or None if a kind has no price there.
-    `devices` gives their numbers by kind, all assumed to be held equally long."""
+
+    `devices` are numbers by kind, all assumed to be held equally long.
+    """
     book = load_price_book(spec.scaling.prices)
     used = sum(count * book.device(kind).usd_per_hour for kind, count in devices.items())
     found: dict[PriceSource, float | None] = {}
@@ -72,8 +74,7 @@ def tried_again(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def at_other_lengths(numbers: Sequence[int], predicted: Callable[[float], Sequence[Predicted | None]]) -> list[Changed]:
-    """Return the figures of the rows `numbers` at other lengths; `predicted` predicts these rows by a factor of the
-    lengths."""
+    """Return the figures of the rows `numbers` at other lengths, from `predicted`, their predictions by factor."""
     changes = []
     for factor in LENGTHS:
         found = zip(numbers, predicted(factor), strict=True)

@@ -74,8 +74,7 @@ class Seconds:
 
     @classmethod
     def measured(cls, asked: Question, latency: LatencyFile | LearningFit) -> Seconds:
-        """Return the seconds measured on these devices; without a measured reference, that part comes from the data
-        sheet."""
+        """Return the seconds measured on these devices, taking an unmeasured reference from the data sheet."""
         reference = latency.columns.get(FunctionName.REFERENCE, cls.of_sheet(asked).reference)
         return cls(latency.learn, reference, latency.driver_s)
 

@@ -44,8 +44,7 @@ _WHOLE_PASSES = (Work.LOGPROBS, Work.LEARN)
 
 
 class LedgerError(ValueError):
-    """Raised for holdings that cannot be billed because they overlap or end before they start. The message names the
-    incarnation."""
+    """Raised for holdings that overlap or end before they start. The message names the incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +293,10 @@ _COLUMN_PHASES: Mapping[str, Phase] = MappingProxyType(
 
 
 def phase_of(call: Invocation) -> Phase:
-    """Return the phase of a call. Functions other than the learner that compute a per-token output or learn have phases
-    of their own."""
+    """Return the phase of a call.
+
+    Functions other than the learner that compute a per-token output or learn have phases of their own.
+    """
     phase = PHASES[call.work]
     learns_apart = phase is Phase.LEARN and call.function != FunctionName.LEARNER
     return column_phase(call.function) if phase is Phase.REFERENCE or learns_apart else phase
@@ -348,8 +349,7 @@ def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes
 
 
 def recovery_until_s(step: int, tried_s: float, invocations: Iterable[Invocation]) -> float:
-    """Return the time at which the recovery of a step ended: the first work of a function after the last try started at
-    `tried_s`.
+    """Return the end of a step's recovery: the first work of a function after the last try started at `tried_s`.
 
     Before that, new replicas start and load weights. Returns `tried_s` if no function worked.
     """

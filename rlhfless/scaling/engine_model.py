@@ -40,8 +40,10 @@ def ways_of(model: EngineModel) -> tuple[EngineModel, ...]:
 
 
 def decode_s(model: EngineModel, sequences: int, context_tokens: float, iterations: float) -> float:
-    """Return the seconds of `iterations` decode iterations of a constant batch, starting from a total context of
-    `context_tokens`, in the way that is fastest for the first iteration."""
+    """Return the seconds of `iterations` decode iterations of a constant batch, from a context of `context_tokens`.
+
+    The engine decodes in the way that is fastest for the first iteration.
+    """
     if sequences == 0:
         return 0.0
     way = min(ways_of(model), key=lambda way: way.iteration_s(sequences) + way.context_s * context_tokens)

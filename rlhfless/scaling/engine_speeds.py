@@ -51,8 +51,11 @@ class EngineSpeeds:
     def learn(
         self, invocations: Iterable[Invocation], rollouts: Iterable[TracedRollout], kinds: Mapping[str, str]
     ) -> None:
-        """Learn from a step of the ledger. `kinds` maps actor names to device kinds, including actors that compute
-        prompts for others; other actors are ignored."""
+        """Learn from a step of the ledger.
+
+        `kinds` maps actor names to device kinds, including actors that compute prompts for others. Other actors are
+        ignored.
+        """
         calls, rows = list(invocations), list(rollouts)
         for kind in sorted(set(kinds.values())):
             generated = [row for row in rows if kinds.get(row.actor) == kind]
@@ -75,8 +78,10 @@ class EngineSpeeds:
 
 
 def prior_of(kind: str, shape: ModelShape | None, tensor_parallel: int = 1) -> EngineModel:
-    """Return the prior of an engine on `tensor_parallel` devices of a kind. A model of unknown shape is assumed to
-    have size 0 and to run on a CPU core."""
+    """Return the prior of an engine on `tensor_parallel` devices of a kind.
+
+    A model of unknown shape is assumed to have size 0 and to run on a CPU core.
+    """
     own = LinearEngine(OVERHEAD_S, SEQUENCE_S, 0.0, 0.0, 0.0)
     if shape is None:
         return own

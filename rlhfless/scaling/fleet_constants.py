@@ -116,8 +116,7 @@ def engine_turns() -> TurnTimes:
 
 
 def state_turns(state_bytes: float, sheet: DeviceSheet, devices: int) -> TurnTimes:
-    """Return the times of a function whose state is moved to host memory and back, each device's part over its own
-    link."""
+    """Return the times of a function whose state moves to host memory and back, in parallel over its devices' links."""
     move_s = state_bytes / (devices * sheet.host_bytes_per_s.value)
     return TurnTimes(move_s, move_s)
 

@@ -52,8 +52,7 @@ ENTRY_STATES = frozenset({_S.STARTING, _S.STALE})
 
 
 class IllegalTransition(RuntimeError):
-    """Raised for an event that the replica's state does not allow, a fault of the caller. The message names both
-    states."""
+    """Raised for an event that the replica's state does not allow, a caller fault. The message names both states."""
 
     def __init__(self, replica: str, before: ReplicaState, after: ReplicaState) -> None:
         allowed = ", ".join(sorted(TRANSITIONS[before])) or "nothing: this life is over"
@@ -122,8 +121,10 @@ class Lifecycle:
         return closed
 
     def loaded(self, version: WeightVersion, at_s: float) -> tuple[Holding, ...]:
-        """Record a completed and verified load of `version`. A load of another version than the last requested one
-        changes nothing."""
+        """Record a completed and verified load of `version`.
+
+        A load of another version than the last requested one changes nothing.
+        """
         if self._state is _S.STALE and version != self._asked:
             return ()
         return self._to(_S.SERVING, at_s)

@@ -68,14 +68,19 @@ IN_FLIGHT_BATCHES = 2
 
 
 def kept_versions(steps_ahead: int) -> int:
-    """Return how many versions the learner keeps for engines: those that steps may still generate with, and at least
-    the newest two, since a slow reader may still be opening the older one."""
+    """Return how many versions the learner keeps for engines.
+
+    These are the versions that steps may still generate with, and at least the newest two, since a slow reader may
+    still be opening the older one.
+    """
     return max(2, steps_ahead + 1)
 
 
 def stored_versions(spec: RunSpec) -> int:
-    """Return the maximum number of versions in the learner's store: the kept ones, the one being written, and the
-    moving average of the weights if enabled."""
+    """Return the maximum number of versions in the learner's store.
+
+    These are the kept ones, the one being written, and the moving average of the weights if enabled.
+    """
     return kept_versions(spec.schedule.steps_ahead) + 1 + (spec.learner.average_decay is not None)
 
 
@@ -104,8 +109,11 @@ class MemoryPhase:
 
 
 def on_device(phases: Sequence[MemoryPhase], kind: str, ranks: int = 1, copies: int = 1) -> tuple[MemoryPhase, ...]:
-    """Return the phases of a separate process on a device of a kind. On a GPU, add PROCESS_BYTES and the communicators
-    of its ranks: one, or with copies (HSDP) one within a copy and one across copies."""
+    """Return the phases of a separate process on a device of a kind.
+
+    On a GPU it also holds PROCESS_BYTES and the communicators of its ranks: one, or with copies (HSDP) one within a
+    copy and one across copies.
+    """
     on_gpu = kind != CPU_KIND
     communicators = 0 if ranks == 1 else 1 if copies == 1 else 2
     process = MemoryPart(PROCESS, PROCESS_BYTES * on_gpu), MemoryPart(NCCL, COMMUNICATOR_BYTES * communicators * on_gpu)
@@ -172,10 +180,10 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpoint
 def with_scores(
     phases: Sequence[MemoryPhase], shape: ModelShape, tokens: int, longest: int, dtype: DType, kept_layers: int
 ) -> tuple[MemoryPhase, ...]:
-    """Add the scores of eager attention, if the model uses it or may use it, to all phases that process T tokens in
-    sequences of W.
+    """Add the scores of eager attention to all phases that process T tokens in sequences of W.
 
-    Bytes per score, for H T W scores in a format of b bytes:
+    They are added if the model uses eager attention or may use it. Bytes per score, for H T W scores in a format of b
+    bytes:
 
         forward     4 + 3 b                         products, masked, softmax in float32, and cast
         learn       (4 + b) layers + 8 + 2 b        the last two are kept for each layer, or for one (checkpointing);
@@ -195,8 +203,11 @@ def with_scores(
 
 
 def logits_bytes(shape: ModelShape, tokens: int, chunk_elements: int, copies: int) -> int:
-    """Return the bytes of the output head: `copies` blocks of 4 min(T V, chunk) bytes, and the hidden states of the
-    tokens with their gradient, 8 T h."""
+    """Return the bytes of the output head.
+
+    These are `copies` blocks of 4 min(T V, chunk) bytes, and the hidden states of the tokens with their gradient, 8 T
+    h.
+    """
     return copies * 4 * min(tokens * shape.vocabulary, chunk_elements) + 8 * tokens * shape.hidden
 
 
@@ -226,7 +237,7 @@ class Sharded:
 
     @property
     def alone(self) -> bool:
-        """Return whether there is a single rank, which keeps gathered weights and a step's gradients whole
+        """Return whether a single rank keeps gathered weights and a step's gradients whole
         (rlhfless.functions.sharding)."""
         return self.ranks * self.copies == 1 and not self.offload
 
@@ -246,8 +257,7 @@ def sharded(training: TrainingSpec, kind: str = CPU_KIND) -> Sharded:
 
 
 def kept_bytes(weights_bytes: int, *, averaged: bool) -> int:
-    """Return the bytes that a checkpoint copies: float32 master weights, AdamW's two moments, and the moving average if
-    enabled."""
+    """Return the bytes that a checkpoint copies: float32 master weights, AdamW's two moments, any moving average."""
     return weights_bytes * (4 if averaged else 3)
 
 
@@ -384,8 +394,10 @@ def reference_phase(
 
 
 def gathered_bytes(shape: ModelShape, root: int, dtype: DType, ranks: int) -> int:
-    """Return the gathered bytes of a sharded, frozen model, b (R + 2 G): the parameters outside layers, one layer, and
-    the prefetched next layer. A single rank gathers nothing."""
+    """Return the gathered bytes of a sharded, frozen model, b (R + 2 G).
+
+    These are the parameters outside layers, one layer, and the prefetched next layer. A single rank gathers nothing.
+    """
     return DTYPE_BYTES[dtype] * (root + 2 * layer_parameters(shape)) if ranks > 1 else 0
 
 
@@ -423,8 +435,10 @@ def score_phase(models: Sequence[Scored], ranks: int) -> MemoryPhase:
 
 
 def kv_token_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int) -> int:
-    """Return the KV bytes of one token on each device, over all layers with keys: 2 L k b / t. A key head needed by
-    several devices is replicated on each of them, and so is latent KV."""
+    """Return the KV bytes of one token on each device, over all layers with keys: 2 L k b / t.
+
+    A key head needed by several devices is replicated on each of them, and so is latent KV.
+    """
     return round(shape.kv_layers * shape.kv_width / min(tensor_parallel, shape.kv_heads) * DTYPE_BYTES[dtype])
 
 

@@ -140,8 +140,10 @@ class Placement:
 
 
 def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:
-    """Return a rank's part of a function's devices: neighbours on the node of its first device. Ranks share devices if
-    there are more ranks than devices."""
+    """Return a rank's part of a function's devices: neighbours on the node of its first device.
+
+    Ranks share devices if there are more ranks than devices.
+    """
     per_rank, left_over = divmod(len(devices), ranks)
     if not per_rank:
         return (devices[rank % len(devices)],)
@@ -186,11 +188,10 @@ class ReplicaRequest:
 
 
 def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
-    """Return the device kind of a run, or of generation if the learner has another kind: the kind in the spec, else the
-    GPUs of the cluster, else CPU cores.
+    """Return the device kind of a run, or of generation if the learner has another kind.
 
-    Raises PlacementError if the cluster has several kinds of GPU and the spec names none, or if the named kind is
-    neither present nor obtainable.
+    This is the kind in the spec, else the GPUs of the cluster, else CPU cores. Raises PlacementError if the cluster has
+    several kinds of GPU and the spec names none, or if the named kind is neither present nor obtainable.
     """
     kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
     if spec.kind is None:
@@ -288,8 +289,10 @@ def _chosen(
     nodes: Sequence[Node],
     first_core: int,
 ) -> dict[str, list[tuple[Device, ...]]]:
-    """Return the devices of each replica of each function. `kind` is that of the learner side; a function's own cores
-    are numbered from `first_core`."""
+    """Return the devices of each replica of each function.
+
+    `kind` is that of the learner side; a function's own cores are numbered from `first_core`.
+    """
     chosen: dict[str, list[tuple[Device, ...]]] = {}
     taken, next_window = 0, itertools.cycle(windows)
     for wanted in functions:
@@ -322,8 +325,10 @@ class _NodeDevices:
 def _learner_nodes(
     spec: PlacementSpec, nodes: Sequence[Node], kind: str, count: int, first: int, key: str
 ) -> list[_NodeDevices]:
-    """Return `count` devices of the learner side's own kind, numbered from `first`: on a single node if possible,
-    preferably the one with the fewest sufficient free devices, else the smallest."""
+    """Return `count` devices of the learner side's own kind, numbered from `first`, on a single node if possible.
+
+    The node has the fewest sufficient free devices, or else is the smallest that is large enough.
+    """
     free = sorted((node for node in nodes if node.free(kind) >= count), key=lambda node: node.free(kind))
     there = sorted((node for node in nodes if node.count(kind) >= count), key=lambda node: node.count(kind))
     own = spec.model_copy(update={"devices": count})
@@ -338,11 +343,11 @@ def _by_node(
     first: int = 0,
     key: str = "placement.devices",
 ) -> list[_NodeDevices]:
-    """Return the run's devices by node: free ones first, then devices held by others, then those of nodes that may
-    join.
+    """Return the run's devices by node: free ones first, then devices held by others, then those of joining nodes.
 
-    A joining node is assumed to have as many devices as the largest present node, and at least one actor's. If nodes
-    may join and no present node fits an actor, co-located functions, which share their devices, wait for such nodes.
+    A joining node is assumed to have the same number of devices as the largest present node, and at least one actor's.
+    If nodes may join and no present node fits an actor, co-located functions, which share their devices, wait for such
+    nodes.
     """
     present = sum(node.count(kind) for node in nodes)
     wanted = spec.devices or present
@@ -436,7 +441,7 @@ def _windows(
 
 
 def _own_cores(wanted: int, nodes: Sequence[Node]) -> int:
-    """Return the number of cores for a function: as many as it wants, capped at the largest node's."""
+    """Return the number of cores for a function: the wanted number, capped at the largest node's."""
     return max(min(wanted, max((node.cores for node in nodes), default=wanted)), 1)
 
 

@@ -48,8 +48,10 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSlot:
-    """The properties of a slot, which holds one replica of a function. Actions refer to a slot by its index in the
-    fleet."""
+    """The properties of a slot, which holds one replica of a function.
+
+    Actions refer to a slot by its index in the fleet.
+    """
 
     function: str
     role: FunctionRole
@@ -160,8 +162,10 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The generation actor at a slot was lost. Its samples are now unassigned; the answer must assign each one to a
-    slot."""
+    """The generation actor at a slot was lost, and its samples are unassigned.
+
+    The answer must assign each of them to a slot.
+    """
 
     slot: int
     samples: Ints
@@ -179,8 +183,11 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A function other than generation has finished its work for the step. Its replica keeps running unless it is
-    released. If a function without a replica gets work, a replica is started and waited for."""
+    """A function other than generation has finished its work for the step.
+
+    Its replica keeps running unless it is released. If a function without a replica gets work, a replica is started and
+    waited for.
+    """
 
     slot: int
 
@@ -209,8 +216,10 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Migrate samples from one slot to another, keeping their tokens; the target recomputes their KV. Samples that
-    have ended in the meantime are ignored."""
+    """Migrate samples from one slot to another, keeping their tokens.
+
+    The target recomputes their KV. Samples that have ended in the meantime are ignored.
+    """
 
     source: int
     target: int
@@ -228,8 +237,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Drain a replica that has no samples left, and release its devices. Refused while samples belong to the slot,
-    and for the learner, which keeps the run's state."""
+    """Drain a replica that has no samples left, and release its devices.
+
+    Refused while samples belong to the slot, and for the learner, which keeps the run's state.
+    """
 
     slot: int
 

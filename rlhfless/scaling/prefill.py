@@ -123,8 +123,10 @@ def apart_s(step: StepShape, engines: AlikeEngines, prefill: int) -> float:
 
 
 def _parts(step: StepShape, prompts: int) -> list[tuple[int, int]]:
-    """Return (sequences, tokens of each) of each part of the prompts. With fewer prompts than PIECES some parts are
-    empty, but never the longest, which a step waits for."""
+    """Return (sequences, tokens of each) of each part of the prompts.
+
+    With fewer prompts than PIECES some parts are empty, but never the longest, which a step waits for.
+    """
     ends = [math.ceil(prompts * part / PIECES) for part in range(PIECES + 1)]
     sizes = [end - begin for begin, end in pairwise(ends)]
     return [(size * step.samples, tokens) for size, tokens in zip(sizes, step.response_tokens, strict=True)]

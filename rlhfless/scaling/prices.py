@@ -209,8 +209,10 @@ class PriceBook(SpecModel):
         return tuple(device.kind for device in self.devices)
 
     def occupies(self, holding: Holding) -> bool:
-        """Return whether a holding's device is billed. It is not if the replica holds no device, or sleeps at a price
-        for sleep."""
+        """Return whether a holding's device is billed.
+
+        It is not if the replica holds no device, or sleeps at a price for sleep.
+        """
         asleep = holding.state is ReplicaState.SLEEPING
         return holding.state.holds_device and not (asleep and self.device(holding.device_kind).residency is not None)
 
@@ -390,8 +392,10 @@ class AcquisitionLags:
             self._lags_s[acquired.device_kind].append(acquired.lag_s)
 
     def lag_s(self, kind: str) -> float:
-        """Return the median of the last measured lags of a kind, or `provisioning.lag_s` of the price book before the
-        first measurement, or 0 without either."""
+        """Return the median of the last measured lags of a kind.
+
+        Before the first measurement it is `provisioning.lag_s` of the price book, or 0 without that.
+        """
         if measured := self._lags_s.get(kind):
             return median(measured)
         provisioning = self._prices.device(kind).provisioning

@@ -10,8 +10,10 @@ from rlhfless.spec.errors import Problem
 
 
 def why_not(kind: str, dtype: DType, shape: ModelShape | None) -> tuple[str, str] | None:
-    """Return the reason that vLLM cannot generate in fp8 on devices of a kind, and a hint; None if it can. `shape`
-    is None for a model of unknown size."""
+    """Return the reason that vLLM cannot generate in fp8 on devices of a kind, and a hint; None if it can.
+
+    `shape` is None for a model of unknown size.
+    """
     if shape is not None and shape.experts:
         return (
             "the model has experts, and neither what an engine has of experts in 8 bits nor what it computes with them "

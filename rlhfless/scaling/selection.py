@@ -10,12 +10,11 @@ from rlhfless.spec import PartialSpec
 
 
 def new_groups(schedule: PartialSpec, learns: int, left: int, unbegun: int, prompts: float) -> int:
-    """Return the number of new groups to start in a step that learns from `learns` groups, given `left` unfinished
-    groups of earlier steps.
+    """Return the number of new groups to start in a step that learns from `learns` groups.
 
-    `unbegun` groups are to be started from this step on; together with `left`, they give `learns` groups for each
-    remaining step, so none is left at the end of the run. The data has `prompts` prompts (infinite if none repeats); a
-    prompt in progress is not started again.
+    `left` groups of earlier steps are unfinished. `unbegun` groups are to be started from this step on; together with
+    `left`, they give `learns` groups for each remaining step, so none is left at the end of the run. The data has
+    `prompts` prompts (infinite if none repeats); a prompt in progress is not started again.
     """
     under_way = min(learns + math.ceil(schedule.ahead * learns), left + unbegun, prompts)
     return max(int(under_way) - left, 0)

@@ -57,8 +57,7 @@ class MeasuredKernels:
     def of(
         cls, shape: ModelShape, kind: str, devices: tuple[int, int], folder: Path, engine: str = "vllm"
     ) -> MeasuredKernels:
-        """Return the model for `devices`, the tensor and data parallel sizes. Raises NoTables if a kernel of the
-        model has no table."""
+        """Return the model. `devices` are the tensor and data parallel sizes. Raises NoTables for a missing kernel."""
         if shape.linear:
             raise NoTables("no table has the kernels of linear attention")
         model = cls(shape, Tables(folder, kind, engine), *devices)
@@ -175,8 +174,7 @@ class MeasuredKernels:
 
     @cached_property
     def _decode_attention(self) -> tuple[Grid, float]:
-        """Return the seconds of one layer by batch size with almost no context, and the seconds per token of
-        context."""
+        """Return the seconds of one layer by batch size with almost no context, and per token of context."""
         if self._attention_module is not None:
             columns = self.tables.columns("mla", "mla_generation_module_perf", self._attention_module)
         elif self.shape.latent is not None:
@@ -215,8 +213,8 @@ class MeasuredKernels:
 
     @cached_property
     def _attention_module(self) -> dict[str, Any] | None:
-        """Return the keys of tables for latent attention measured together with its products, or None if there are
-        none."""
+        """Return the table keys of latent attention measured together with its products, or None without such
+        tables."""
         if self.shape.latent is None:
             return None
         wanted = self._latent | {"gemm_type": self._formats}

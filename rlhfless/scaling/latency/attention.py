@@ -81,8 +81,8 @@ class Windows:
         return cls(windowed, whole(config, "sliding_window")) if windowed else None
 
     def attended(self, tokens: float, context_tokens: float = 0) -> float:
-        """Return the number of pairs of one of `tokens` tokens and a token that it attends to, in a windowed layer
-        after `context_tokens` others."""
+        """Return the number of (token, attended token) pairs of `tokens` tokens after `context_tokens`, in a
+        windowed layer."""
         short = min(max(self.tokens - context_tokens, 0), tokens)  # tokens that see everything before them
         return short * (context_tokens + short / 2) + (tokens - short) * self.tokens
 
@@ -147,8 +147,7 @@ class LinearAttention:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], layers: int) -> LinearAttention | None:
-        """Return the linear layers of a config, or None without any. Raises UnknownShape for an unsupported model
-        type."""
+        """Return the linear layers of a config, or None. Raises UnknownShape for an unsupported model type."""
         if not config.get("linear_num_key_heads"):
             return None
         if (kind := config.get("model_type")) not in _GATED_DELTA_NETS:
@@ -166,8 +165,7 @@ class LinearAttention:
         return cls(layers=linear, state_number_bytes=numbers, **sizes)
 
     def parameters(self, hidden: int) -> int:
-        """Return the parameters of one layer: projections of queries, keys, values and gates, the convolution, and
-        the output."""
+        """Return the parameters of one layer: input projections, gates, the convolution, and the output."""
         values = self.value_heads * self.value_dim
         return hidden * (self._channels + 2 * values + 2 * self.value_heads) + self._channels * self.kernel
 
@@ -177,8 +175,10 @@ class LinearAttention:
         return self.layers * (self._state * self.state_number_bytes + convolved)
 
     def operations(self, tokens: float) -> float:
-        """Return the operations of `tokens` tokens on the states: each token reads its state twice and adds to it,
-        at 2 operations per number."""
+        """Return the operations of `tokens` tokens on the states.
+
+        Each token reads its state twice and adds to it, at 2 operations per number.
+        """
         return 6 * self.layers * self._state * tokens
 
     @property
@@ -216,8 +216,10 @@ layer's KV, and windowed layers with other heads."""
 
 
 def _windowed(config: Mapping[str, Any], layers: int) -> int:
-    """Return the number of windowed layers of a config without `layer_types`: all but each
-    `sliding_window_pattern`th, all from `max_window_layers` on, or all for model types known for it."""
+    """Return the number of windowed layers of a config without `layer_types`.
+
+    They are all but each `sliding_window_pattern`th, all from `max_window_layers` on, or all for certain model types.
+    """
     kind, pattern = config.get("model_type"), config.get("sliding_window_pattern")
     pattern = pattern or {"gemma2": 2, "gemma3_text": 6}.get(str(kind))
     if pattern:

@@ -40,8 +40,7 @@ class GroupRates(SpecModel):
     source: Annotated[str, Field(min_length=1)]
 
     def among(self, devices: int) -> float:
-        """Return the rate of the smallest tabulated group of at least this size, or of the largest group if there is
-        none."""
+        """Return the rate of the smallest tabulated group of at least this size, or else of the largest group."""
         larger = [size for size in self.value if size >= devices]
         return self.value[min(larger) if larger else max(self.value)]
 
@@ -91,8 +90,10 @@ class DeviceSheet(SpecModel):
 
     @property
     def usable_bytes(self) -> int:
-        """Return the bytes that a memory plan may fill: those of the data sheet, or the reported memory without
-        HEADROOM if that is less."""
+        """Return the bytes that a memory plan may fill.
+
+        These are the data sheet's bytes, or the reported memory without HEADROOM if that is less.
+        """
         visible = self.visible_bytes or self.memory_bytes
         return int(min(self.memory_bytes.value, (1 - HEADROOM) * visible.value))
 
@@ -121,10 +122,10 @@ class UnknownDevice(UserError, ValueError):
 
 
 def load_devices(path: str | None = None) -> dict[str, DeviceSheet]:
-    """Return the devices by kind: the bundled table, overridden by the user's own devices (the file named by
-    `OWN_DEVICES`) and by a file at `path` in the same format.
+    """Return the devices by kind.
 
-    Raises InputError with all problems of an unreadable file.
+    The bundled table is overridden by the user's own devices (the file named by `OWN_DEVICES`), and these by a file at
+    `path` in the same format. Raises InputError with all problems of an unreadable file.
     """
     return _loaded(path, os.environ.get(OWN_DEVICES))
 

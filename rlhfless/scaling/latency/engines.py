@@ -98,8 +98,11 @@ class Served:
 
 
 def steady_token_s(model: EngineModel, in_flight: int, input_tokens: float, output_tokens: float) -> float:
-    """Return the seconds per token of a server with `in_flight` requests. Each iteration decodes one token of every
-    request, with contexts at their mean, and prefills its share of the next prompts."""
+    """Return the seconds per token of a server with `in_flight` requests.
+
+    Each iteration decodes one token of every request, with contexts at their mean, and prefills its share of the next
+    prompts.
+    """
     contexts = in_flight * (input_tokens + output_tokens / 2)
     prompt_token_s = model.prefill_s(PREFILL_TOKENS) / PREFILL_TOKENS
     return decode_s(model, in_flight, contexts, 1) + prompt_token_s * in_flight * input_tokens / output_tokens
@@ -118,8 +121,7 @@ def load_engines() -> dict[EngineName, ServingEngine]:
 def kernels_or_sheet(
     name: EngineName, shape: ModelShape, sheet: DeviceSheet, tensor_parallel: int, data_parallel: int
 ) -> tuple[EngineModel, Basis]:
-    """Return the model of an engine's kernels if they were measured and are installed, else of the data sheet.
-    Raises UnknownShape."""
+    """Return the model of an engine's measured kernels, if installed, else of the data sheet. Raises UnknownShape."""
     try:
         devices = (tensor_parallel, data_parallel)
         return MeasuredKernels.of(shape, sheet.kind, devices, tables_folder(), name), "kernels"

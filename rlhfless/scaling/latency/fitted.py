@@ -68,7 +68,7 @@ class LinearEngine:
 
     @classmethod
     def of(cls, model: EngineModel) -> LinearEngine:
-        """Return the line through another model: batches of 1 and 128; prefills of 2,048 tokens, fresh and after
+        """Return a line through another model: batches of 1 and 128; prefills of 2,048 tokens, fresh and after
         8,192."""
         few, many = model.iteration_s(_FEW), model.iteration_s(_MANY)
         sequence_s = max((many - few) / (_MANY - _FEW), 0.0)
@@ -135,8 +135,10 @@ class LatencyFit:
         self._targets *= KEPT
 
     def observe(self, requests: Requests, learn: BoolArray) -> None:
-        """Add all requests of one actor in a span of time. Requests not in `learn` [requests] count only as load on
-        the others."""
+        """Add all requests of one actor in a span of time.
+
+        Requests not in `learn` [requests] count only as load on the others.
+        """
         work, seconds = spans(requests)
         whole = learn & (seconds > 0) & (requests.response_tokens > 0)
         if whole.any():
@@ -170,8 +172,10 @@ class LatencyFit:
             self.observe(ordered, learn[order])
 
     def _observe_prompts(self, calls: Sequence[Invocation]) -> None:
-        """Add calls that computed prompts, which are assumed to be equally long within a call. An actor processes
-        several calls at once, so each uninterrupted period of work is one row."""
+        """Add calls that computed prompts, assuming equal lengths within a call.
+
+        An actor processes several calls at once, so each uninterrupted period of work is one row.
+        """
         for of_actor in prompt_calls(calls).values():
             for start_s, end_s in union((call.start_s, call.end_s) for call in of_actor):
                 within = [call for call in of_actor if start_s <= call.start_s < end_s]
@@ -191,8 +195,10 @@ class LatencyFit:
         return BentEngine.of(best)
 
     def _held_to(self, before: Array, free: Array, terms: Array) -> Array:
-        """Return the best coefficients of `terms` [WORK, terms], each pulled towards its value in `before`. `free`
-        is the unit of those that were 0."""
+        """Return the best coefficients of `terms` [WORK, terms], each pulled towards its value in `before`.
+
+        `free` is the unit of those that were 0.
+        """
         unit = np.where(before > 0, before, free)
         # In these units coefficients are about 1, and the soft bound is a multiple of the unit matrix.
         products = terms.T @ self._products @ terms * np.outer(unit, unit) + self._prior_weight * np.eye(unit.size)
@@ -201,8 +207,10 @@ class LatencyFit:
 
 
 def prompt_calls(calls: Iterable[Invocation]) -> dict[str, list[Invocation]]:
-    """Return, by actor, the calls in which actors computed prompts for others. Generating actors are excluded: they
-    compute or receive their own."""
+    """Return, by actor, the calls in which actors computed prompts for others.
+
+    Generating actors are excluded: they compute or receive their own prompts.
+    """
     every = list(calls)
     generate = {call.replica for call in every if call.work is Work.GENERATE}
     found: dict[str, list[Invocation]] = defaultdict(list)
@@ -219,8 +227,10 @@ def _pairs(call: Invocation) -> float:
 
 
 def _came_s(rollout: TracedRollout, calls: Iterable[Invocation]) -> float | None:
-    """Return when a rollout came to the actor of these calls: its start in one of them, or the start of the first
-    call in which it ended, after a migration. None if it ended in none."""
+    """Return when a rollout came to the actor of these calls, or None if it ended in none of them.
+
+    This is its start within a call or, after a migration, the start of the first call in which it ended.
+    """
     ended_in = [call.start_s for call in calls if call.start_s <= rollout.finished_s <= call.end_s]
     if not ended_in:
         return None

@@ -66,9 +66,10 @@ class Grid:
 
     @classmethod
     def of(cls, columns: Sequence[Array], seconds: Array) -> Grid:
-        """Return the grid of measured rows, using the fastest of several for the same sizes. Missing entries are
-        extrapolated proportionally along the last size with measurements, from the next smaller or else the next
-        larger one.
+        """Return the grid of measured rows, using the fastest of several for the same sizes.
+
+        Missing entries are extrapolated in proportion along the last size with measurements, from the next smaller or
+        else the next larger one.
         """
         axes = tuple(np.unique(column) for column in columns)
         table = np.full([len(axis) for axis in axes], math.inf)
@@ -132,8 +133,10 @@ class Tables:
         return Grid.of([columns[axis] for axis in axes], columns["seconds"])
 
     def columns(self, family: str, name: str, wanted: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the matching rows of the newest table that has any, as numeric columns plus `seconds`. A wanted
-        value may be a tuple of allowed ones. Raises NoTables."""
+        """Return the matching rows of the newest table that has any, as numeric columns plus `seconds`.
+
+        A wanted value may be a tuple of allowed ones. Raises NoTables.
+        """
         found = next(filter(None, (_rows(path, tuple(wanted.items())) for path in self._files(family, name))), None)
         if found is None:
             sizes = ", ".join(f"{key} {value}" for key, value in wanted.items())

@@ -115,7 +115,6 @@ multi-token prediction layers."""
 
 
 def known_config(name: str) -> Mapping[str, Any] | None:
-    """Return the sizes of a model by its hub name, such as `Qwen/Qwen2.5-7B-Instruct`, or None if it is not built
-    in."""
+    """Return the built-in sizes of a model by its hub name, such as `Qwen/Qwen2.5-7B-Instruct`, or None."""
     match = _NAMES.fullmatch(name)
     return None if match is None else BUILT_IN.get(match[1].lower())

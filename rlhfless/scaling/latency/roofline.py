@@ -126,8 +126,10 @@ class Roofline:
 
 
 def exchange_s(shape: ModelShape, device: DeviceSheet, tensor_parallel: int, data_parallel: int, tokens: int) -> float:
-    """Return the seconds in which `tokens` tokens reach their experts in one layer and return, over the links of an
-    engine's devices; 0 if its ranks share no experts."""
+    """Return the seconds in which `tokens` tokens reach their experts in one layer and return.
+
+    The exchange uses the links of the engine's devices. 0 if its ranks share no experts.
+    """
     if data_parallel == 1 or not shape.experts:
         return 0.0
     devices = tensor_parallel * data_parallel

@@ -151,8 +151,10 @@ class ModelShape:
 
     @property
     def token_keys(self) -> float:
-        """Return the number of keys whose attention takes a token as long as a layer's other products: 2 FLOPs per
-        parameter, and 4 per key and number of its queries."""
+        """Return the number of keys whose attention takes a token as long as a layer's other products.
+
+        A product takes 2 FLOPs per parameter, and attention 4 per key and number of the token's queries.
+        """
         return (self.active - self.head) / (2 * self.layers * self.heads * self.head_dim)
 
     def read(self, tokens: float) -> float:
@@ -166,8 +168,10 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of KV per token, over all layers with KV. With windows this is an upper bound: a layer
-        drops tokens behind its window."""
+        """Return the bytes of KV per token, over all layers with KV.
+
+        With windows this is an upper bound: a layer drops tokens behind its window.
+        """
         return self.kv_layers * self.kv_layer_bytes
 
     @property

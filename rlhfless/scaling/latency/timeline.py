@@ -41,8 +41,10 @@ class Requests:
 
     @classmethod
     def of_rollouts(cls, rows: Sequence[TracedRollout], came_s: Array, max_sequences: int) -> Requests:
-        """Return the rollouts of one actor as requests. `rows` are sorted by arrival at the actor; requests beyond
-        `max_sequences` at a time have waited."""
+        """Return the rollouts of one actor as requests.
+
+        `rows` are sorted by arrival at the actor. Requests beyond `max_sequences` at a time have waited.
+        """
         finished_s = np.array([row.finished_s for row in rows])
         return cls(
             np.array([row.prompt_tokens for row in rows], dtype=np.float64),
@@ -54,8 +56,8 @@ class Requests:
 
 
 def admitted_s(asked_s: Array, finished_s: Array, max_sequences: int) -> Array:
-    """Return the time at which each request [requests] started to run, first come, first served. Requests are sorted
-    by `asked_s`."""
+    """Return the time at which each request [requests], sorted by `asked_s`, started to run, first come, first
+    served."""
     running: list[float] = []
     admitted = np.empty(len(asked_s))
     for index, (asked, finished) in enumerate(zip(asked_s.tolist(), finished_s.tolist(), strict=True)):
@@ -107,8 +109,10 @@ def iterations(requests: Requests) -> tuple[Array, Array]:
 
 
 def _number_at(time_s: float, times: list[float], numbers: list[float]) -> float:
-    """Return the iteration number at a time: interpolated between known instants, constant after the last one, when
-    nothing ran."""
+    """Return the iteration number at a time, interpolated between known instants.
+
+    It is constant after the last one, when nothing ran.
+    """
     place = bisect_left(times, time_s)
     if place == len(times):
         return numbers[-1] if numbers else 0.0
@@ -127,8 +131,10 @@ def _between(at: Array, amount: Array, start: Array, end: Array) -> Array:
 
 
 def _batches(first: Array, last: Array, order: Ints) -> list[Array]:
-    """Return, by knot, the batch's excess over it summed over the iterations `first` to `last` of each request
-    [requests]. `order` sorts all starts and ends."""
+    """Return, by knot, sums [requests] of the batch's excess over it from iteration `first` to `last` of each request.
+
+    `order` sorts all starts and ends.
+    """
     at = np.concatenate([first, last])[order]
     running = np.cumsum(np.where(order < first.size, 1, -1))  # from each event to the next
     sums = []

@@ -59,14 +59,18 @@ class Forecast:
 
 
 def mean_weights(levels: Array) -> Array:
-    """Return the weights [Q] that turn quantiles into a mean: the trapezoid rule, with the outermost quantiles
-    extended to 0 and 1."""
+    """Return the weights [Q] that turn quantiles into a mean.
+
+    This is the trapezoid rule, with the outermost quantiles extended to 0 and 1.
+    """
     return np.diff(np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]]))
 
 
 def runs(*columns: npt.NDArray[np.generic]) -> tuple[Ints, Ints]:
-    """Group adjacent rows that are equal in all columns [rows] into runs. Return the run of each row [rows], and the
-    first row of each run [runs]."""
+    """Return the run of each row [rows], and the first row of each run [runs].
+
+    A run is a group of adjacent rows that are equal in all columns [rows].
+    """
     begins = np.ones(columns[0].size, np.bool_)
     begins[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
     return np.cumsum(begins) - 1, np.flatnonzero(begins)

@@ -57,8 +57,10 @@ class Evidence(NamedTuple):
 
 
 def evidence_of(samples: StepSamples) -> tuple[Evidence, Ints, Ints]:
-    """Return the evidence, the entry of each sample [samples], and the first sample of each entry [entries]. A
-    running sample will have at least one more token."""
+    """Return the evidence, the entry of each sample [samples], and the first sample of each entry [entries].
+
+    A running sample will have at least one more token.
+    """
     entry, first = runs(samples.prompt, samples.tokens, samples.ended, samples.truncated)
     ended = samples.ended[first]
     log_tokens = np.log(np.maximum(samples.tokens[first] + ~ended, 1.0))
@@ -81,8 +83,7 @@ def update(prior: Levels, spread: float, evidence: Evidence) -> Levels:
 
 
 def moments(level: Array, spread: float, evidence: Evidence) -> tuple[Array, Array]:
-    """Return the means [entries] of a sample's log length, and of its squared distance from its prompt's level
-    [prompts]."""
+    """Return the means [entries] of log lengths, and of their squared distances from the prompts' levels [prompts]."""
     away = evidence.log_tokens - level[evidence.prompt]
     lift = inverse_mills(away / spread) * spread
     mean = np.where(evidence.known, evidence.log_tokens, level[evidence.prompt] + lift)

@@ -48,8 +48,7 @@ class LengthPredictor:
     """Learned response lengths of a run."""
 
     def __init__(self, max_tokens: int) -> None:
-        """Initialise an untrained predictor. `max_tokens` is the longest response that the engine generates; raises
-        ValueError if it is below 1."""
+        """Initialise an untrained predictor of responses up to `max_tokens`. Raises ValueError if it is below 1."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; a response has at least 1 token")
         self.max_tokens = max_tokens

@@ -8,8 +8,7 @@ from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Array
 
 
 def pinball(quantiles: Array, real: Array) -> Array:
-    """Return the pinball loss [samples, Q] of quantiles [samples, Q] at QUANTILE_LEVELS, given the actual values
-    [samples]."""
+    """Return the pinball loss [samples, Q] of quantiles [samples, Q] at QUANTILE_LEVELS, given `real` [samples]."""
     above = real[:, None] - quantiles
     return np.maximum(QUANTILE_LEVELS * above, (QUANTILE_LEVELS - 1) * above)
 

@@ -109,8 +109,7 @@ def contract_for_step(
 
 
 def keeps(contract: ContractSpec, seconds: float, usd: float, limit: float | None) -> bool | None:
-    """Return whether steps that took `seconds` and `usd` in total keep the contract's limit for them. None without a
-    limit.
+    """Return whether steps that took `seconds` and `usd` in total keep their `limit`, or None without a limit.
 
     Simulations, plans and comparisons all use this rule.
     """

@@ -138,8 +138,10 @@ def awake_beside(now: PolicyContext, slot: int) -> list[int]:
 
 
 def samples_by_prompt(prompts: Ints, group: Ints) -> Ints:
-    """Return the samples [samples], grouped by prompt in the order of `prompts` [prompts]. `group` [samples] holds
-    each sample's prompt."""
+    """Return the samples [samples], grouped by prompt in the order of `prompts` [prompts].
+
+    `group` [samples] holds each sample's prompt.
+    """
     rank = np.empty_like(prompts)
     rank[prompts] = np.arange(prompts.size)
     return np.argsort(rank[group], kind="stable")
@@ -159,8 +161,10 @@ def assign_groups(now: PolicyContext, slots: Sequence[int]) -> list[Action]:
 
 
 def speeds_of(now: PolicyContext, slots: Sequence[int]) -> NDArray[np.float64]:
-    """Return the tokens per second [slots] of each slot's engine in a batch of an equal share of the samples, capped
-    at its concurrency limit, each after a prompt of mean length."""
+    """Return the tokens per second [slots] of each slot's engine in a batch of an equal share of the samples.
+
+    The batch is capped at the engine's concurrency limit, and each sequence follows a prompt of mean length.
+    """
     share, prompt = -(-now.view.group.size // len(slots)), float(now.view.prompt_tokens.mean())
     speeds: dict[int, float] = {}
     by_slot = []
@@ -176,8 +180,7 @@ def speeds_of(now: PolicyContext, slots: Sequence[int]) -> NDArray[np.float64]:
 
 
 def assign_to_least(samples: Ints, slots: Sequence[int], loads: Ints) -> list[Action]:
-    """Assign samples to the slots with the smallest loads, in blocks, so that siblings stay together. `loads` is by
-    slot."""
+    """Assign samples to the slots with the smallest `loads` [slots], in blocks, so that siblings stay together."""
     if not samples.size:
         return []
     shares = shares_to_least(samples.size, loads[list(slots)])

@@ -50,8 +50,10 @@ class Static:
         return []
 
     def _dealt(self, now: PolicyContext, actors: Sequence[int]) -> list[Action]:
-        """Assign the longest prompts first, each with all siblings to the actor that would end first. An actor also
-        generates its longest prompts first."""
+        """Assign the longest prompts first, each with all siblings to the actor that would end first.
+
+        An actor also generates its longest prompts first.
+        """
         unseen = sum(self._means.values()) / len(self._means)
         lengths = np.array([self._means.get(name, unseen) for name in now.view.prompt_ids])
         ends = [(0.0, slot) for slot in range(len(actors))]

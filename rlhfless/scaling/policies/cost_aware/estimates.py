@@ -30,8 +30,10 @@ class Recent:
     """The median and scatter of the last observations, both robust to outliers."""
 
     def __init__(self, value: float = 0.0, scatter: float = 0.0, weight: int = 0) -> None:
-        """Initialise the estimate. `value` and `scatter` apply before the first observation; later `scatter` counts
-        as `weight` observations."""
+        """Initialise the estimate.
+
+        `value` and `scatter` apply before the first observation; later `scatter` counts as `weight` observations.
+        """
         self.value = value
         self.count = 0
         self.scatter = scatter
@@ -68,8 +70,10 @@ class StartTimes:
     """Start times of replicas by kind of slot; the slot's own figure until one is measured."""
 
     def __init__(self, again_s: Callable[[PolicyContext, int], float] = lambda *_: 0.0) -> None:
-        """Initialise the estimates. `again_s` returns the seconds that a start at a slot waits for devices that the
-        run has released."""
+        """Initialise the estimates.
+
+        `again_s` returns the seconds that a start at a slot waits for devices that the run has released.
+        """
         self._again_s = again_s
         self._seen: dict[tuple[str, str], Recent] = {}
         self._asked: dict[int, tuple[float, float]] = {}
@@ -96,8 +100,8 @@ class StartTimes:
         self._asked.pop(slot, None)
 
     def paid_s(self, now: PolicyContext, slot: int, passed_s: float) -> float:
-        """Return the seconds of the last `passed_s` in which an awake replica held its devices, excluding its wait
-        for them."""
+        """Return the seconds of the last `passed_s` in which an awake replica held its devices, after waiting for
+        them."""
         return min(passed_s, max(now.at_s - sum(self._asked[slot]), 0.0)) if slot in self._asked else passed_s
 
     def standby(self, now: PolicyContext, slot: int) -> tuple[str, float]:

@@ -54,8 +54,7 @@ class RemainingLengths:
         return np.asarray((self.table @ mean_weights(self.levels))[self.kind])
 
     def between(self, ranks: Floats) -> tuple[Ints, Ints, Floats]:
-        """Return, for `ranks` [ranks], the levels on both sides and the fraction of the way between them, each
-        [ranks]."""
+        """Return, for `ranks` [ranks], the levels on both sides and the fraction of the way between, each [ranks]."""
         right = np.minimum(np.maximum(np.searchsorted(self.levels, ranks), 1), self.levels.size - 1)
         low, high = self.levels[right - 1], self.levels[right]
         return right - 1, right, np.minimum(np.maximum((ranks - low) / (high - low), 0.0), 1.0)
@@ -75,7 +74,7 @@ class RemainingLengths:
         return np.asarray(self.table[self.kind, left] * (1 - share) + self.table[self.kind, right] * share)
 
     def typical_draw(self, order: Ints) -> Floats:
-        """Return the remaining tokens [rows], each at its own rank, so that any stretch of `order` [rows] looks like
+        """Return the remaining tokens [rows] at a different rank per row, so that any stretch of `order` looks like
         a draw."""
         ranks = np.empty(order.size)
         ranks[order] = even_ranks(order.size)
@@ -86,8 +85,10 @@ class RemainingLengths:
         return np.append(0.0, np.geomspace(1.0, max(float(self.table[:, -1].max(initial=1.0)), 2.0), POINTS))
 
     def unended(self, at: Floats) -> Floats:
-        """Return -log of the probability that a sample of a kind has ended by `at` [T] tokens, [kinds, T]. Below the
-        lowest quantile the probability falls linearly to 0."""
+        """Return -log of the probability [kinds, T] that a sample of a kind has ended by `at` [T] tokens.
+
+        Below the lowest quantile the probability falls linearly to 0.
+        """
         tables = np.concatenate([np.zeros((len(self.table), 1)), self.table], axis=1)
         levels = np.append(0.0, self.levels) if not self.known else np.array([0.0, 1.0])
         right = np.clip((tables[:, :, None] <= at).sum(axis=1), 1, levels.size - 1)
@@ -99,8 +100,7 @@ class RemainingLengths:
 
     @staticmethod
     def crossing(grid: Floats, unended: Floats, confidence: float) -> float:
-        """Return the tokens by which all samples have ended with this probability, given the sum of their `unended`
-        [T]."""
+        """Return the tokens by which all samples have ended with this probability, given their summed `unended` [T]."""
         return float(np.interp(math.log(confidence), -unended, grid))
 
 
@@ -114,8 +114,8 @@ def even_ranks(count: int) -> Floats:
 
 
 class Forecaster(Protocol):
-    """Interface of length forecasts over the steps of a run. An oracle has nothing to learn, and overrides only
-    `look`."""
+    """Interface of length forecasts over the steps of a run. An oracle overrides only `look`, since it need not
+    learn."""
 
     def begin(self, view: StepView) -> None:  # noqa: ARG002
         """Note that a step has started."""
@@ -173,11 +173,10 @@ def typical_responses(lengths: RemainingLengths, view: StepView) -> Responses:
 
 
 def _longest(lengths: RemainingLengths, order: Ints) -> Floats:
-    """Return the length of a group that ends at each row of `order` [rows], as a median bound [rows]: P(all groups end
-    within theirs) = 0.5.
+    """Return the length [rows] of a group that ends at each row of `order` [rows], as a median bound.
 
-    Each sample may exceed it with the same small probability, so a group's length depends on its samples, not on their
-    number. No group is longer than all samples together.
+    P(all groups end within theirs) = 0.5. Each sample may exceed it with the same small probability, so a group's
+    length depends on its samples, not on their number. No group is longer than all samples together.
     """
     each = lengths.at(np.array([EVEN ** (1 / order.size)]))[:, 0]
     grid = lengths.grid()
@@ -186,8 +185,10 @@ def _longest(lengths: RemainingLengths, order: Ints) -> Floats:
 
 
 def _by_mean(view: StepView, means: Floats) -> Ints:
-    """Return the prompts [prompts], ascending by `means` [prompts]. Among similar ones, prompts with a common prefix
-    are adjacent, so that an actor's group computes few prefixes."""
+    """Return the prompts [prompts], ascending by `means` [prompts].
+
+    Among similar ones, prompts with a common prefix are adjacent, so that an actor's group computes few prefixes.
+    """
     if view.prefixes is None or not len(view.prefixes):
         return np.argsort(means, kind="stable")
     level = np.floor(np.log(np.maximum(means, 1.0)) / math.log(SIMILAR_MEAN))

@@ -129,8 +129,10 @@ def fit_iteration_times(table_s: Sequence[float]) -> IterationTimes:
 
 
 def _knots(table: Floats, tolerance: float) -> list[int]:
-    """Return the batch sizes at which the pieces meet. Each piece is as long as the tolerance allows (a cone of
-    slopes)."""
+    """Return the batch sizes at which the pieces meet.
+
+    Each piece is as long as the tolerance allows (a cone of slopes).
+    """
     values = table.tolist()
     knots, start = [1], 0
     while start < len(values) - 1:
@@ -169,11 +171,10 @@ class ActorType:
         return self.iteration_times.of(np.arange(1, self.max_sequences + 1, dtype=np.float64))
 
     def drain_s(self, tokens: Floats, context: Ints, longest: float) -> float:
-        """Return the seconds until an actor has generated `tokens` [samples] after `context` [samples], if one sample
-        may take until `longest`.
+        """Return the seconds in which an actor generates `tokens` [samples] after `context` [samples].
 
-        Uses the closed form of the module without prefills. Samples that do not fit at once are the shorter ones, and
-        generate at the rate of a full batch.
+        One sample may take until `longest`. Uses the closed form of the module without prefills. Samples that do not
+        fit at once are the shorter ones, and generate at the rate of a full batch.
         """
         ordered, most = np.sort(tokens)[::-1], self.max_sequences
         running = ordered[:most]
@@ -247,8 +248,10 @@ class GroupTimes:
         return np.stack(ends), np.stack([slope * sums + self._rest for slope in times.slopes_s])
 
     def _waves(self, actor: ActorType, kv_tokens: Floats, longest_prompt: float) -> tuple[Ints, Floats]:
-        """Return, both [samples + 1], for each end j of a group the first of the samples that the engine runs at once,
-        and prefix sums of the seconds that each waiting sample takes."""
+        """Return the first sample run at once for each end of a group, and prefix sums of waiting samples' seconds.
+
+        Both are [samples + 1].
+        """
         # A group that starts among siblings holds their prompt too, so memory for one more prompt is kept free.
         free_tokens = actor.kv_capacity_tokens - longest_prompt
         ends = np.arange(kv_tokens.size)
@@ -276,8 +279,10 @@ class GroupTimes:
         return seconds
 
     def longest_group(self, end: int, limit_s: float) -> tuple[int, float]:
-        """Return the smallest `begin` for which [begin, end) takes at most `limit_s`, and its seconds; (end, 0.0) if
-        not even the last sample fits."""
+        """Return the smallest `begin` for which [begin, end) takes at most `limit_s`, and its seconds.
+
+        Returns (end, 0.0) if not even the last sample fits.
+        """
         again_s = self._lists[-1]
         begin, seconds = self._without_repeat(end, limit_s)
         seconds += again_s[begin]
@@ -308,11 +313,10 @@ class GroupTimes:
 
 
 def _prefills_s(engine: EngineModel, step: Responses) -> tuple[Floats, Floats]:
-    """Return the seconds to prefill each prompt beyond its shared prefixes [prompts], and each shared prefix beyond its
-    parent [prefixes].
+    """Return the seconds to prefill each prompt [prompts] and each shared prefix [prefixes].
 
-    Both are differences of whole prefills: an engine processes the parts of many prompts in one iteration, so no part
-    pays for an iteration of its own.
+    A prompt counts beyond its shared prefixes, a prefix beyond its parent. Both are differences of whole prefills: an
+    engine processes the parts of many prompts in one iteration, so no part pays for an iteration of its own.
     """
     tree = step.tree
     sizes, where = np.unique(np.concatenate([step.prompt_tokens, tree.tokens]), return_inverse=True)
@@ -323,8 +327,10 @@ def _prefills_s(engine: EngineModel, step: Responses) -> tuple[Floats, Floats]:
 
 
 def _charges(tree: PrefixTree, own: Floats, shared: Floats, prompt: Ints) -> tuple[Floats, Floats]:
-    """Return the amount that each sample of a list adds to its group, and the extra amount if it is the group's first
-    sample, both [samples]. Computed from `own` [prompts] and `shared` [prefixes]."""
+    """Return each sample's charge to its group, and its extra charge as the group's first sample, both [samples].
+
+    They are computed from `own` [prompts] and `shared` [prefixes].
+    """
     shared, levels = np.append(shared, 0.0), tree.levels[:, prompt]
     charged, whole = np.where(_starts_run(prompt), own[prompt], 0.0), own[prompt]
     for level in levels:

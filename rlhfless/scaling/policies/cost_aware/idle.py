@@ -69,8 +69,11 @@ def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
 
 
 def waiting_usd_per_s(now: PolicyContext) -> float:
-    """Return the price of a second of a step excluding its actors: devices that are paid for anyway, and replicas of
-    other functions that are awake or, for services, soon will be."""
+    """Return the price of a second of a step excluding its actors.
+
+    It covers devices that are paid for anyway, and replicas of other functions that are awake or, for services, soon
+    will be.
+    """
     others = (slot for slot in now.layout.others if now.awake(slot) or not now.is_learner(slot))
     prices = (now.layout.replica_slots[slot].usd_per_s for slot in others)
     return math.fsum([now.view.fleet.kept_usd_per_s, *prices])
@@ -104,8 +107,8 @@ class HeldDevices:
                     self._leases[device] = since_s, now.at_s
 
     def again_s(self, now: PolicyContext, slot: int) -> float:
-        """Return the seconds that a start at a slot waits for devices already released, or to be released now; 0 while
-        they are paid for."""
+        """Return the seconds that a start at a slot waits for devices released earlier or now; 0 while they are paid
+        for."""
         terms, until_s = now.view.fleet.terms, []
         for device in now.layout.replica_slots[slot].devices:
             if device in self._leases:
@@ -114,8 +117,10 @@ class HeldDevices:
         return terms.reacquire_s if until_s and min(until_s) <= now.at_s else 0.0
 
     def again_usd(self, now: PolicyContext, slot: int, gap_s: float, lease_s: float) -> float:
-        """Return the cost of releasing a slot's devices for a gap: the paid time within the gap and, if the lease ends
-        before the gap, another lease of about `lease_s`."""
+        """Return the cost of releasing a slot's devices for a gap.
+
+        It covers the paid time within the gap and, if the lease ends before the gap, another lease of about `lease_s`.
+        """
         replica_slot, terms = now.layout.replica_slots[slot], now.view.fleet.terms
         ends = [
             terms.paid_until_s(self._leases.get(device, (now.at_s, now.at_s))[0], now.at_s)
@@ -209,8 +214,10 @@ class IdleScheduler:
         return Start(slot, now.at_s + gap_s - self._starts.start_s(now, slot))
 
     def end_work(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
-        """Handle the end of a non-generation function's work for the step. The learner is never released: it keeps the
-        run's state."""
+        """Handle the end of a non-generation function's work for the step.
+
+        The learner is never released: it keeps the run's state.
+        """
         if not now.awake(slot) or now.is_learner(slot):
             return []
         wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
@@ -232,8 +239,11 @@ class IdleScheduler:
         self._generated_s.pop(step, None)
 
     def state_of(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
-        """Return the state of an idle actor until the next step. Its idle time so far counts too, so that an actor
-        unused by plans is released once its idling has cost as much as a start."""
+        """Return the state of an idle actor until the next step.
+
+        Its idle time so far counts too, so that an actor unused by plans is released once its idling has cost as much
+        as a start.
+        """
         idle_s = now.at_s - self._worked_s.setdefault(slot, now.at_s)
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + self._soonest_s(forecast.tokens)
         if not self._after.count:  # nothing could start an actor in time for a step whose start is unknown

@@ -151,8 +151,11 @@ class CostAware:
     def _plan(
         self, now: PolicyContext, lengths: RemainingLengths, *, contract: Contract, reserve: float, tokens: float
     ) -> SlotPlan:
-        """Plan the actors of a step of `tokens` tokens. A deadline is planned with a time reserve; if it can be kept
-        only without the reserve, the plan is the fastest one."""
+        """Plan the actors of a step of `tokens` tokens.
+
+        A deadline is planned with a time reserve. If it can be kept only without the reserve, the plan is the fastest
+        one.
+        """
         slots = now.layout.generation
         standby = {slot: self._starts.standby(now, slot) for slot in slots}
         by_tier: dict[str, list[int]] = {}
@@ -180,8 +183,7 @@ class CostAware:
         return SlotPlan(chosen, *_on_slots(chosen, by_tier, step), limit_s)
 
     def _request(self, now: PolicyContext, tokens: float) -> tuple[StepMargin, Contract, float]:
-        """Return the margin of the step, its share of the rest of the contract, and the predicted seconds after
-        generation."""
+        """Return the margin of the step, its share of the contract, and the predicted seconds after generation."""
         if self._run.opens(self._steps) and self._steps < self._run.steps:
             self._since = now.at_s, self._spending.usd
         steps_left = self._run.steps_left(self._steps)
@@ -263,8 +265,10 @@ def _prompt_tokens(view: StepView) -> float:
 def _on_slots(
     chosen: GenerationPlan, by_tier: Mapping[str, Sequence[int]], step: Responses
 ) -> tuple[tuple[int, ...], tuple[Ints, ...]]:
-    """Return the slots of a plan's actors in order, and the samples of each: longest first, samples with equal
-    forecasts next to their siblings."""
+    """Return the slots of a plan's actors in order, and the samples of each.
+
+    Samples are sorted longest first, those with equal forecasts next to their siblings.
+    """
     free = {tier: iter(slots) for tier, slots in by_tier.items()}
     slots = tuple(next(free[actor.tier]) for actor in chosen.actors)
     if step.order is None:

@@ -131,8 +131,10 @@ def goal_of(now: PolicyContext, aim: StepAim, after_s: float, freed: bool) -> Go
 
 
 def rebalance_tail(now: PolicyContext, actors: Actors, goal: Goal) -> list[Action]:
-    """Migrate samples off the actor that ends last, as long as that helps. In a late step, ends are evaluated with
-    the confidence of a migration that must not fail."""
+    """Migrate samples off the actor that ends last, as long as that helps.
+
+    In a late step, ends are evaluated with the confidence of a migration that must not fail.
+    """
     before, notes = actors.home.copy(), list[Action]()
     confidence = goal.confidence ** (1 / max(np.unique(before).size, 1))  # so that all end in time with the goal's
     actors.compute_ends(confidence)
