@@ -98,8 +98,10 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
 
 
 def _within_context(spec: RunSpec, limit: int | None) -> RunSpec:
-    """Reduce a default `generation.max_tokens` that exceeds a small model's context to half of it, leaving room for
-    prompts."""
+    """Set a default `generation.max_tokens` that exceeds a small model's context to half of the context.
+
+    The other half is room for prompts.
+    """
     context = spec.model.max_context_tokens or limit
     if context is None or is_set(spec, "generation.max_tokens") or spec.generation.max_tokens < context:
         return spec
@@ -197,7 +199,10 @@ def rank_counts(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> t
 
 
 def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> int:
-    """Return the host memory in bytes needed to load the functions, over all nodes."""
+    """Return the bytes of host memory needed to load the functions, over all nodes.
+
+    The result is 0 on CPU cores, whose memory other programs share, and for unknown sizes.
+    """
     if _on_cores(spec, kind):
         return 0
     try:
@@ -283,7 +288,6 @@ def model_config(model: str) -> Mapping[str, Any]:
 
 
 def _shape(spec: RunSpec) -> tuple[ModelShape, Mapping[str, Any]]:
-    """Return a model's sizes and the configuration that they come from."""
     try:
         config = _config(spec.model.path)
         return ModelShape.of_config(config), config

@@ -367,7 +367,6 @@ def _schedule(spec: RunSpec) -> ScheduleSpec:
 
 
 def _state_bytes(asked: Question) -> float:
-    """Return the bytes per parameter of the learner's states."""
     averaged = asked.spec.learner.average_decay is not None
     parts = learner_states_bytes(asked.shape, averaged=averaged)
     return sum(part.size_bytes for part in parts) / asked.shape.parameters

@@ -272,7 +272,6 @@ def _memory(asked: Question) -> dict[str, Any]:
 
 
 def _missing(planner: Planner, kind: str, devices: Mapping[str, int]) -> list[str]:
-    """Return the missing inputs that would improve the plan."""
     missing, lengths, spec = [], planner.lengths, planner.spec
     if not spec.supervised and spec.algorithm.needs.with_signal and lengths.signal is None:
         missing.append("groups without a signal: taken to be none, without an earlier run by `lengths_of`")

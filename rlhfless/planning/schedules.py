@@ -43,8 +43,6 @@ Predict = Callable[[Question], tuple[Predicted | None, str | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A schedule with its prediction."""
-
     schedule: ScheduleSpec
     found: Predicted | None
     refused: str | None
@@ -144,7 +142,6 @@ def _reason(spec: RunSpec, tried: Sequence[_Tried], chosen: _Tried) -> str:
 
 
 def _predicted(asked: Question, schedule: ScheduleSpec, predict: Predict) -> tuple[Predicted | None, str | None]:
-    """Return the prediction of the run with a schedule, or the reason that there is none."""
     try:
         RunSpec.model_validate({**asked.spec.model_dump(mode="json"), "schedule": schedule})
     except ValidationError as error:

@@ -75,7 +75,6 @@ def type_of(device_name: str) -> str:
 
 
 def types_of(kind: str) -> list[str]:
-    """Return the accelerator types that may be of a kind."""
     types = [accelerator for accelerator, of in KINDS.items() if of == kind]
     types += [accelerator for accelerator, sizes in AMBIGUOUS.items() if kind in sizes.values()]
     return types or [kind, kind.upper()]

@@ -303,7 +303,6 @@ def phase_of(call: Invocation) -> Phase:
 
 
 def column_phase(function: str) -> Phase:
-    """Return the phase of a function that computes a per-token output."""
     return _COLUMN_PHASES.get(function, Phase.COLUMNS)
 
 

@@ -119,8 +119,7 @@ class Assignment:
             raise PolicyFault(f"the policy leaves {left.size} samples without a slot, such as {left[0]}")
 
     def check_served(self, answer: Sequence[Action], expected: Callable[[int], bool]) -> None:
-        """Raise PolicyFault if the answer gave samples to a slot without an `expected` (running or starting)
-        replica."""
+        """Raise PolicyFault if the answer gave samples to a slot without a running or starting (`expected`) replica."""
         given: set[int] = set()
         for action in answer:
             match action:

@@ -95,7 +95,6 @@ class FleetView:
     """Cost of releasing and reacquiring a device."""
 
     def generation(self) -> tuple[int, ...]:
-        """Return the slots for generation actors."""
         slots = enumerate(self.replica_slots)
         return tuple(i for i, replica_slot in slots if replica_slot.role is FunctionRole.SAMPLES)
 

@@ -140,7 +140,6 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Return the number of all parameters."""
         embeddings = self.head if self.tied else 2 * self.head
         return self.attention + self.dense_mlp + self.experts * self.expert_mlp + embeddings
 

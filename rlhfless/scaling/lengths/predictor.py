@@ -100,7 +100,6 @@ class LengthPredictor:
         return math.sqrt(self._spread_variance.value)
 
     def _levels(self, prompt_ids: Sequence[str]) -> Levels:
-        """Return the levels of prompts before a visit."""
         if self._before is not None and self._before[0] == prompt_ids:
             return self._before[1]
         total = self._square.value - self._mean.value**2

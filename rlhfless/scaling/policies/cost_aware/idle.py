@@ -107,8 +107,10 @@ class HeldDevices:
                     self._leases[device] = since_s, now.at_s
 
     def again_s(self, now: PolicyContext, slot: int) -> float:
-        """Return the seconds that a start at a slot waits for devices released earlier or now; 0 while they are paid
-        for."""
+        """Return the seconds that a start at a slot waits for released devices; 0 while they are paid for.
+
+        This includes devices that a release now would give up.
+        """
         terms, until_s = now.view.fleet.terms, []
         for device in now.layout.replica_slots[slot].devices:
             if device in self._leases:

@@ -229,7 +229,6 @@ class _Search:
 
     @property
     def _cuts(self) -> list[_Cut]:
-        """Return the feasible cuts found so far."""
         return [cut for cut in self._tried.values() if cut is not None]
 
     @cached_property
