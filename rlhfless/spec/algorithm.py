@@ -1,7 +1,7 @@
-"""The settings of each algorithm.
+"""Settings of the algorithms.
 
-Each algorithm has its own fields and no others; `type` selects it (see rlhfless.spec.extension). Defaults are as
-published, but for KL, which is off: a reference costs memory and time in every step.
+Each algorithm has its own keys; `type` selects it (see rlhfless.spec.extension). Defaults are as published, except that
+KL is off, because a reference costs memory and time in every step.
 """
 
 from __future__ import annotations
@@ -15,67 +15,67 @@ from rlhfless.spec.base import SpecModel, Steps, Tokens
 from rlhfless.spec.extension import PluginField, PluginSpec
 
 Level = Literal["token", "sequence", "geometric"]
-"""Level of a probability ratio: one per token, the product over a sequence's tokens, or their geometric mean."""
+"""Level of a probability ratio: per token, the product over a sequence's tokens, or their geometric mean."""
 
 Aggregation = Literal["token", "sequence", "constant"]
 
-"""Denominator of a loss: the generated tokens of the optimiser step, or its sequences that have any."""
+"""How token losses are averaged; see PolicyLossSpec.aggregation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Inputs of an algorithm beyond samples with rewards. They follow from the settings, because replicas are placed
-    before there is any tensor."""
+    """Inputs an algorithm needs besides samples with rewards. They depend only on the settings, because replicas are
+    placed before any tensor exists."""
 
     reference: bool = False
-    """Logprobs of the frozen reference policy. Without it no reference function is deployed."""
+    """Logprobs of the frozen reference policy. If False, no reference function is deployed."""
 
     old_logprobs: bool = False
-    """Advantages need the old logprobs. The learner evaluates them before the first update, which is one more forward
-    pass in a step with a single update."""
+    """Whether advantages need old logprobs. The learner computes them before the first update, which adds a forward
+    pass to a step with a single update."""
 
     values: bool = False
-    """Values of a critic."""
+    """Values from a critic."""
 
     entropy_gradient: bool = False
-    """The loss has a gradient through the policy's entropy, which needs more memory and time."""
+    """Whether the loss has a gradient through the policy's entropy, which costs more memory and time."""
 
     samples_per_prompt: int = 1
-    """Fewest samples of a prompt, for algorithms that compare them with each other."""
+    """Minimum samples per prompt, for algorithms that compare them with each other."""
 
     whole_responses: bool = False
-    """Truncated responses have no loss; their rewards still count in their group."""
+    """Exclude truncated responses from the loss; their rewards still count in their group."""
 
     redraws: int = 0
-    """Times that a step replaces prompts whose samples all have the same reward. Above 0 these prompts are dropped."""
+    """Times a step may replace prompts whose samples all have the same reward. Above 0, such prompts are dropped."""
 
     signal_only: bool = False
-    """Drop prompts whose samples all have the same reward, unless that is all of them."""
+    """Drop prompts whose samples all have the same reward, unless all prompts do."""
 
     @property
     def with_signal(self) -> bool:
-        """Whether to learn only from prompts whose samples differ in their rewards, if there are any."""
+        """Whether to learn only from prompts whose samples have different rewards, if there are any."""
         return self.signal_only or self.redraws > 0
 
 
 class KLSpec(SpecModel):
-    """KL divergence to the frozen reference policy. With `coefficient` 0 no reference is deployed at all."""
+    """KL divergence to the frozen reference policy. With `coefficient` 0, no reference is deployed."""
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL term."""
+    """Weight of the KL term. 0: off."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
+    """Schulman's estimators of the KL divergence (http://joschu.net/blog/kl-approx.html)."""
 
     where: Literal["loss", "reward"] = "loss"
-    """Add the term to the loss of each token, or subtract it from the reward: of each token where the algorithm has
-    rewards per token (`ppo`, `reinforce_plus_plus`), else of the response. In the reward the policy is the learner's
-    before the first update of the step; a step with a single update needs one more forward pass for it."""
+    """`loss`: add the term to each token's loss. `reward`: subtract it from the reward, per token for algorithms with
+    per-token rewards (`ppo`, `reinforce_plus_plus`), otherwise per response. In the reward, the term uses the learner's
+    policy before the first update of the step, which adds a forward pass to a step with a single update."""
 
     unbiased: bool = False
-    """Multiply the term in the loss by the ratio of the current to the old policy (DeepSeek-V3.2, arXiv 2512.02556):
-    then the gradient of k1 and k3 is on average that of the KL divergence to the reference. GRPO (arXiv 2402.03300) and
-    verl do not multiply; TRL does by default (`use_bias_correction_kl`)."""
+    """Multiply the KL term in the loss by the ratio of the current to the old policy (DeepSeek-V3.2, arXiv 2512.02556),
+    so that the expected gradient of k1 and k3 equals that of the KL divergence. Only for k1 and k3 with `where: loss`.
+    GRPO (arXiv 2402.03300) and verl do not do this; TRL does by default (`use_bias_correction_kl`)."""
 
     @model_validator(mode="after")
     def _unbiased_is_of_the_loss(self) -> KLSpec:
@@ -94,23 +94,24 @@ class KLSpec(SpecModel):
 
 
 class RewardKLSpec(KLSpec):
-    """KL divergence to the frozen reference policy, for `rloo`, `reinforce_plus_plus` and `ppo` by default
-    in the reward, as RLHF began (arXiv 2203.02155). With `coefficient` 0 no reference is deployed at all."""
+    """KL divergence to the frozen reference policy for `rloo`, `reinforce_plus_plus` and `ppo`; by default in the
+    reward, as in InstructGPT (arXiv 2203.02155). With `coefficient` 0, no reference is deployed."""
 
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
+    """Schulman's estimators of the KL divergence (http://joschu.net/blog/kl-approx.html)."""
 
     where: Literal["loss", "reward"] = "reward"
-    """Subtract the term from the reward, of each token where the algorithm has rewards per token (`ppo`,
-    `reinforce_plus_plus`) and else of the response; or add it to the loss of each token. In the reward the policy is
-    the learner's before the first update of the step; a step with a single update needs one more forward pass."""
+    """`reward`: subtract the term from the reward, per token for algorithms with per-token rewards (`ppo`,
+    `reinforce_plus_plus`), otherwise per response. `loss`: add it to each token's loss. In the reward, the term uses
+    the learner's policy before the first update of the step, which adds a forward pass to a step with a single
+    update."""
 
     target: Annotated[float, Field(gt=0)] | None = None
-    """KL per token, in nats. The coefficient adapts to it from step to step, starting at `coefficient` (arXiv
-    1909.08593, section 2.2); `null`: the coefficient is fixed."""
+    """Target KL per token, in nats. The coefficient starts at `coefficient` and adapts to the target from step to step
+    (arXiv 1909.08593, section 2.2). Only with `where: reward`. `null`: the coefficient is fixed."""
 
     horizon: Steps = 10_000
-    """Samples over which an adaptive coefficient changes by at most 20 %; only with `target`."""
+    """Number of samples over which an adaptive coefficient changes by at most 20 %. Only used with `target`."""
 
     @model_validator(mode="after")
     def _target_is_of_the_reward(self) -> RewardKLSpec:
@@ -120,12 +121,14 @@ class RewardKLSpec(KLSpec):
 
 
 class ImportanceSpec(SpecModel):
-    """Importance weight of the learner's policy against the engine's, which generated the tokens with other kernels, or
-    with older weights. The defaults are truncated importance sampling per token
-    (https://fengyao.notion.site/off-policy-rl). It is measured without this section, too (`importance_weight`)."""
+    """Importance weights of the learner's policy relative to the engine's, which generated the tokens with different
+    kernels or older weights. The defaults are truncated importance sampling per token
+    (https://fengyao.notion.site/off-policy-rl). The weight is measured even without this section
+    (`importance_weight`)."""
 
     level: Level = "token"
-    """Each token's own ratio, the product of its sequence's, or their geometric mean."""
+    """Level of the ratio. `token`: per token. `sequence`: product over the sequence. `geometric`: geometric mean over
+    the sequence."""
 
     low: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Lower bound of the weight."""
@@ -134,22 +137,23 @@ class ImportanceSpec(SpecModel):
     """Upper bound of the weight."""
 
     outside: Literal["truncate", "mask"] = "truncate"
-    """Set a weight out of bounds to the bound (`truncate`), or to 0 (`mask`), so that its tokens have no loss, as in
-    IcePop (arXiv 2510.18855), with `low` 0.5 and `high` 5."""
+    """Handling of weights outside the bounds. `truncate`: set them to the bound. `mask`: set them to 0, so that the
+    tokens have no loss, as in IcePop (arXiv 2510.18855), which uses `low` 0.5 and `high` 5."""
 
 
 class RejectionSpec(SpecModel):
-    """Drop tokens or sequences from the loss whose ratio of the learner's to the engine's probability is out of bounds.
-    The defaults are the geometric sequence mask of SkyRL's recipe."""
+    """Drop tokens or sequences from the loss if the ratio of the learner's to the engine's probability is out of
+    bounds. The defaults are the geometric sequence mask of SkyRL's recipe."""
 
     level: Level = "geometric"
-    """The ratio of a token, of the product over its sequence, or of their geometric mean."""
+    """Level of the ratio. `token`: per token. `sequence`: product over the sequence. `geometric`: geometric mean over
+    the sequence."""
 
     low: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Smallest ratio that is learned from."""
+    """Smallest ratio that is kept."""
 
     high: Annotated[float, Field(gt=1)] = 1.01
-    """Largest ratio that is learned from."""
+    """Largest ratio that is kept."""
 
 
 class PolicyLossSpec(SpecModel):
@@ -158,26 +162,28 @@ class PolicyLossSpec(SpecModel):
     type: str
 
     aggregation: Aggregation = "token"
-    """`token`: mean over the tokens of the optimiser step (DAPO, arXiv 2503.14476). `sequence`: mean over sequences of
-    their token means (GRPO, arXiv 2402.03300), so that a token of a long response counts less. `constant`: sum over
-    tokens, divided by the number of sequences and `constant_tokens` (Dr. GRPO, arXiv 2503.20783)."""
+    """How token losses are averaged. `token`: mean over the tokens of the optimizer step (DAPO, arXiv 2503.14476).
+    `sequence`: mean over sequences of each sequence's token mean, so that tokens of long responses count less (GRPO,
+    arXiv 2402.03300). `constant`: sum over tokens, divided by the number of sequences times `constant_tokens` (Dr.
+    GRPO, arXiv 2503.20783)."""
 
     constant_tokens: Tokens = 3000
-    """Denominator per sequence with aggregation `constant`, as published; otherwise ignored."""
+    """Denominator per sequence for aggregation `constant`, in tokens; the default is as published. Ignored
+    otherwise."""
 
     importance: ImportanceSpec | None = ImportanceSpec()
-    """Off-policy correction by a weight; `null` for none."""
+    """Off-policy correction by importance weights. `null`: none."""
 
     rejection: RejectionSpec | None = None
-    """Off-policy correction by dropping tokens or sequences; `null` for none."""
+    """Off-policy correction by dropping tokens or sequences. `null`: none."""
 
     mask_truncated: bool = False
-    """Mask the loss of responses truncated at `generation.max_tokens` (overlong filtering of DAPO, arXiv 2503.14476,
-    section 3.4). Their rewards still count in their group."""
+    """Exclude responses truncated at `generation.max_tokens` from the loss (overlong filtering of DAPO, arXiv
+    2503.14476, section 3.4). Their rewards still count in their group."""
 
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the policy's entropy, which is subtracted from the loss: the mean over tokens with every `aggregation`.
-    The learner needs more memory for it."""
+    """Weight of the policy's mean entropy per token, which is subtracted from the loss regardless of `aggregation`. The
+    learner needs more memory for it. 0: off."""
 
     kl: KLSpec = KLSpec()
 
@@ -193,17 +199,17 @@ class PolicyLossSpec(SpecModel):
 
 
 class ComparedSpec(PolicyLossSpec):
-    """Keys of the algorithms that compare a prompt's samples with each other. Samples with equal rewards have no
+    """Keys of algorithms that compare a prompt's samples with each other. Samples with equal rewards have no
     gradient."""
 
     leave_out_without_signal: bool = False
-    """Drop prompts whose samples all have the same reward before learning: they take no time of the learner and count
-    in no denominator."""
+    """Drop prompts whose samples all have the same reward before learning. They take no learner time and are not
+    counted in any average."""
 
     max_redraws: Annotated[int, Field(ge=0, le=100)] = 0
-    """Times that a step replaces prompts whose samples all have the same reward (dynamic sampling of DAPO, section
-    3.2). Above 0 such prompts are dropped before learning. A step has fewer than `prompts_per_step` prompts if that was
-    not enough, and may have more after the last replacement."""
+    """Times a step may replace prompts whose samples all have the same reward (dynamic sampling of DAPO, section 3.2).
+    Above 0, such prompts are dropped before learning. The step has fewer than `prompts_per_step` prompts if the
+    replacements do not suffice, and may have more after the last one."""
 
     @property
     def needs(self) -> Needs:
@@ -211,24 +217,24 @@ class ComparedSpec(PolicyLossSpec):
 
 
 class GroupRelativeSpec(ComparedSpec):
-    """Keys of the algorithms with GRPO's advantages."""
+    """Keys of algorithms with GRPO advantages."""
 
     normalize_std: bool = True
-    """Divide a group's advantages by its standard deviation. False: as in Dr. GRPO (arXiv 2503.20783)."""
+    """Divide a group's advantages by their standard deviation. `false`: as in Dr. GRPO (arXiv 2503.20783)."""
 
 
 class ClippedLossSpec(PolicyLossSpec):
-    """Keys of the algorithms with PPO's clip (arXiv 1707.06347)."""
+    """Keys of algorithms with PPO's clipped ratio (arXiv 1707.06347)."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped from below at 1 - clip_low."""
+    """The ratio is clipped below 1 - `clip_low`."""
 
     clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """The ratio is clipped from above at 1 + clip_high; larger than `clip_low` it is DAPO's clip-higher."""
+    """The ratio is clipped above 1 + `clip_high`. A value larger than `clip_low` is DAPO's clip-higher."""
 
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """A token of negative advantage A costs at most `dual_clip` times -A, however large the ratio (arXiv 1912.09729,
-    which takes 3.0); `null` for no such bound."""
+    """Limit the loss of a token with negative advantage A to `dual_clip` times -A, however large the ratio (arXiv
+    1912.09729, which uses 3.0). Must be larger than 1 + `clip_high`. `null`: no limit."""
 
     @model_validator(mode="after")
     def _dual_clip_is_outside(self) -> ClippedLossSpec:
@@ -240,40 +246,41 @@ class ClippedLossSpec(PolicyLossSpec):
 
 
 class GRPOSpec(GroupRelativeSpec, ClippedLossSpec):
-    """Group relative policy optimisation (arXiv 2402.03300), with the token mean and the clip of DAPO (2503.14476)."""
+    """Group relative policy optimization (arXiv 2402.03300), with the token mean and clip of DAPO (arXiv
+    2503.14476)."""
 
     type: Literal["grpo"] = "grpo"
 
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """The ratio is clipped from above at 1 + clip_high (DAPO's clip-higher)."""
+    """The ratio is clipped above 1 + `clip_high` (DAPO's clip-higher)."""
 
 
 class DAPOSpec(GroupRelativeSpec, ClippedLossSpec):
-    """Decoupled clip and dynamic sampling policy optimisation (arXiv 2503.14476): GRPO with clip-higher, token mean,
-    dynamic sampling and no KL. Its soft overlong penalty is the reward `length_penalty`."""
+    """Decoupled clip and dynamic sampling policy optimization (arXiv 2503.14476): GRPO with clip-higher, token mean,
+    dynamic sampling and no KL. For its soft overlong punishment, add the reward `length_penalty`."""
 
     type: Literal["dapo"] = "dapo"
 
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """The ratio is clipped from above at 1 + clip_high (section 3.1)."""
+    """The ratio is clipped above 1 + `clip_high` (section 3.1)."""
 
     max_redraws: Annotated[int, Field(ge=0, le=100)] = 9
-    """Times that a step replaces prompts whose samples all have the same reward (section 3.2, which has no bound;
-    NeMo-RL generates at most 10 times in all). If that was not enough, the step has fewer prompts."""
+    """Times a step may replace prompts whose samples all have the same reward (section 3.2, which has no limit; NeMo-RL
+    generates at most 10 times in total). If that does not suffice, the step has fewer prompts."""
 
 
 class DrGRPOSpec(ComparedSpec, ClippedLossSpec):
-    """GRPO without its biases (Dr. GRPO, arXiv 2503.20783): no division by a group's standard deviation, which favours
-    prompts that are too easy or too hard, nor by a response's length, which favours long wrong responses."""
+    """GRPO without its biases (Dr. GRPO, arXiv 2503.20783). It does not divide by a group's standard deviation, which
+    favors prompts that are too easy or too hard, nor by a response's length, which favors long wrong responses."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
 
     aggregation: Aggregation = "constant"
-    """As in every algorithm; `constant` is the published one."""
+    """As in all algorithms; `constant` is the published choice."""
 
 
 class RLOOSpec(ComparedSpec, ClippedLossSpec):
-    """REINFORCE with the mean of a prompt's other samples as the baseline (arXiv 2402.14740)."""
+    """REINFORCE with the mean reward of a prompt's other samples as baseline (arXiv 2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
 
@@ -281,13 +288,13 @@ class RLOOSpec(ComparedSpec, ClippedLossSpec):
 
 
 class ReinforcePlusPlusSpec(ClippedLossSpec):
-    """REINFORCE with PPO's clip, a KL reward per token and advantages that are whitened over the whole step
-    (REINFORCE++, arXiv 2501.03262): no critic, and one sample of a prompt is enough."""
+    """REINFORCE with PPO's clip, a per-token KL reward, and advantages whitened over the whole step (REINFORCE++, arXiv
+    2501.03262). Needs no critic and only one sample per prompt."""
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per token."""
+    """Discount factor per token."""
 
     group_baseline: bool = False
     """Subtract the mean reward of a prompt's samples first (REINFORCE++-baseline)."""
@@ -300,75 +307,77 @@ class ReinforcePlusPlusSpec(ClippedLossSpec):
 
 
 class GSPOSpec(GroupRelativeSpec, ClippedLossSpec):
-    """Group sequence policy optimisation (arXiv 2507.18071): the ratio that is clipped is the geometric mean over the
-    response, so that a token's noise, such as another expert of a mixture, does not clip it."""
+    """Group sequence policy optimization (arXiv 2507.18071). It clips the geometric mean of the ratio over the
+    response, so that noise in single tokens, such as a different choice of experts, does not trigger the clip."""
 
     type: Literal["gspo"] = "gspo"
 
     aggregation: Aggregation = "sequence"
-    """As in every algorithm; `sequence` is the published one."""
+    """As in all algorithms; `sequence` is the published choice."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
-    """The ratio is clipped from below at 1 - clip_low (section 5.1). A ratio of a sequence moves far less than a
-    token's: at 0.2 the clip would hardly ever act."""
+    """The ratio is clipped below 1 - `clip_low` (section 5.1). Sequence ratios vary far less than token ratios: at 0.2,
+    the clip would hardly ever apply."""
 
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
-    """The ratio is clipped from above at 1 + clip_high (section 5.1)."""
+    """The ratio is clipped above 1 + `clip_high` (section 5.1)."""
 
 
 class CISPOSpec(GroupRelativeSpec):
-    """Clipped importance sampling policy optimisation (MiniMax-M1, arXiv 2506.13585): REINFORCE, weighted by a ratio
-    that is bounded and has no gradient, so that no token is left out."""
+    """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585): REINFORCE weighted by a bounded
+    ratio without gradient, so that every token contributes."""
 
     type: Literal["cispo"] = "cispo"
 
     weight_low: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Smallest weight; 0, as published, is no bound."""
+    """Smallest weight. 0, as published, means no lower bound."""
 
     weight_high: Annotated[float, Field(gt=1)] = 5.0
-    """Largest weight; the paper gives none, and ScaleRL (arXiv 2510.13786) takes 5."""
+    """Largest weight. The paper gives none; ScaleRL (arXiv 2510.13786) uses 5."""
 
 
 class SAPOSpec(GroupRelativeSpec):
-    """Soft adaptive policy optimisation (arXiv 2511.20347): a sigmoid of the ratio in place of the clip."""
+    """Soft adaptive policy optimization (arXiv 2511.20347): a sigmoid of the ratio instead of a clip."""
 
     type: Literal["sapo"] = "sapo"
 
     aggregation: Aggregation = "sequence"
-    """As in every algorithm; `sequence` is the published one."""
+    """As in all algorithms; `sequence` is the published choice."""
 
     temperature_positive: Annotated[float, Field(gt=0)] = 1.0
-    """Steepness of the sigmoid for tokens of positive advantage (section 5)."""
+    """Steepness of the sigmoid for tokens with positive advantage (section 5)."""
 
     temperature_negative: Annotated[float, Field(gt=0)] = 1.05
-    """Steepness for the others: larger, since pushing a token down raises many that were not sampled."""
+    """Steepness of the sigmoid for all other tokens. Larger, because lowering one token's probability raises many
+    tokens that were not sampled."""
 
 
 class PPOSpec(ClippedLossSpec):
-    """Proximal policy optimisation with a critic (arXiv 1707.06347), and generalised advantages (1506.02438)."""
+    """Proximal policy optimization with a critic (arXiv 1707.06347) and generalized advantage estimation (arXiv
+    1506.02438)."""
 
     type: Literal["ppo"] = "ppo"
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per token. 1, since a response is rewarded at its end."""
+    """Discount factor per token. The default is 1, because a response is rewarded at its end."""
 
     lambda_actor: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Lambda of the advantages: 1 is without bias by the critic, a smaller one has less variance."""
+    """Lambda of the policy's advantages. 1: no bias from the critic. Smaller values reduce variance."""
 
     lambda_critic: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Lambda of the returns that the critic learns (arXiv 2503.01491 takes 1, with 0.95 for the actor); `null` for the
-    actor's, or 1 with `length_adaptive`."""
+    """Lambda of the returns that the critic learns (arXiv 2503.01491 uses 1, with 0.95 for the policy). `null`:
+    `lambda_actor`, or 1 with `length_adaptive`."""
 
     length_adaptive: Annotated[float, Field(gt=0)] | None = None
-    """Lambda of the advantages is 1 - 1 / (length_adaptive * l) for a response of l tokens (VAPO, arXiv 2504.05118,
-    eq. 9, which takes 0.05), in place of `lambda_actor`; `null` for the same lambda at all lengths."""
+    """Use lambda = 1 - 1 / (`length_adaptive` * l) for the advantages of a response of l tokens instead of
+    `lambda_actor` (VAPO, arXiv 2504.05118, eq. 9, which uses 0.05). `null`: the same lambda for all lengths."""
 
     whiten: bool = True
-    """Shift and scale the advantages of the step to mean 0 and variance 1."""
+    """Normalize the advantages of the step to mean 0 and variance 1."""
 
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """The critic's loss does not reward a value that moves further than this from the one before the step; `null` for
-    no such bound."""
+    """Value clipping: the critic's loss does not reward a value for moving further than this from its value before the
+    step. `null`: no clipping."""
 
     kl: RewardKLSpec = RewardKLSpec()
 
@@ -378,11 +387,11 @@ class PPOSpec(ClippedLossSpec):
 
 
 class OwnAlgorithmSpec(PluginSpec):
-    """Base of the settings of an algorithm of your own; see docs/extending.md."""
+    """Base class for the settings of your own algorithm; see docs/extending.md."""
 
     @property
     def needs(self) -> Needs:
-        """By default only samples with rewards. Override it if your algorithm needs more; it may depend on the
+        """Only samples with rewards by default. Override it if your algorithm needs more; it may depend on the
         settings."""
         return Needs()
 

@@ -1,4 +1,4 @@
-"""The base class of all parts of a spec."""
+"""Base class of all parts of a spec."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from rlhfless.spec.explain import models, several
 from rlhfless.util.redaction import user_in
 
 MOST_PROCESSES = 4096
-"""The most replicas, ranks, devices or workers of one function: the driver keeps an object and a connection for
-each."""
+"""Maximum replicas, ranks, devices or workers of one function. The driver keeps an object and a connection for each."""
 
 MOST_TOKENS = 1 << 24
-"""The most tokens of a sequence or a batch: 16 times the longest context of a model."""
+"""Maximum tokens of a sequence or a batch: 16 times the longest model context."""
 
 MOST_STEPS = 10_000_000
 
 MOST_S = 1e8
-"""Three years. Timers and locks of Python raise OverflowError for times much longer than that."""
+"""Three years. Python timers and locks raise OverflowError for much longer times."""
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -33,23 +32,24 @@ Duration = Annotated[float, Field(gt=0, le=MOST_S)]
 """Seconds."""
 
 Ranks = Processes | Literal["auto"]
-"""Processes that share a model; `auto` is decided by the memory plan."""
+"""Processes that share a model; the memory plan decides `auto`."""
 
 
 def count_of(ranks: Ranks) -> int:
-    """`ranks` as a number: 1 where `auto` is still to be decided."""
+    """Return `ranks` as a number; 1 until `auto` is decided."""
     return 1 if ranks == "auto" else ranks
 
 
 def without_user(url: str, hint: str) -> str:
-    """The URL. Raises ValueError, with the hint, if it has a user or a password: URLs are shown and logged."""
+    """Return the URL. Raises ValueError with the hint if it contains a user or password, because URLs are shown and
+    logged."""
     if user_in(url):
         raise ValueError(f"a user or a password in a URL would show in logs and traces; {hint}")
     return url
 
 
 class StrictModel(BaseModel):
-    """Takes `true` for no number and 1 for no `true`: pydantic would convert one to the other without a word."""
+    """Refuses `true` for a number and 1 for `true`, which pydantic would convert silently."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +70,7 @@ class StrictModel(BaseModel):
 
 
 def _refused(allowed: frozenset[type]) -> Iterator[tuple[tuple[type, ...], str]]:
-    """The types of values that a field refuses, by the types that it allows, and what it should be instead."""
+    """Yield the value types a field refuses, given the types it allows, with a message for each."""
     if bool in allowed and not allowed & {int, float, object}:
         yield (int, float), "should be true or false"
     elif allowed & {int, float} and not allowed & {bool, object}:
@@ -78,8 +78,8 @@ def _refused(allowed: frozenset[type]) -> Iterator[tuple[tuple[type, ...], str]]
 
 
 def _scalars(annotation: Any) -> Iterator[type]:
-    """The types of the plain values that an annotation allows; `object` where it allows any, or has models: these check
-    their own values."""
+    """Yield the plain types an annotation allows; `object` if it allows any, or contains models, which check their own
+    values."""
     if isinstance(annotation, type) and annotation in (bool, int, float):
         yield annotation
     elif (
@@ -100,7 +100,7 @@ def _scalars(annotation: Any) -> Iterator[type]:
 
 
 def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The plain values in a value, each with the keys that lead to it."""
+    """Yield the plain values in a value, each with the keys that lead to it."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, each in items:
         yield from _leaves(each, (*place, str(key)))
@@ -111,8 +111,8 @@ def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 class SpecModel(StrictModel):
     """A frozen part of a `RunSpec`.
 
-    Unknown keys are refused: a key that silently does nothing would be hard to find. Defaults live
-    here and nowhere else. Each field's docstring is its help text, in the JSON schema and in editors.
+    Unknown keys are refused, because a key without effect would be hard to find. All defaults live here. Each field's
+    docstring is its help text in the JSON schema and in editors.
     """
 
     model_config = ConfigDict(
@@ -128,17 +128,17 @@ class SpecModel(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The mark of a field whose value names a file or a folder."""
+    """Marks a field whose value names a file or folder."""
 
     kind: Literal["hub", "file", "kept"]
-    """`hub`: it is read, and may be a name of the hub instead. `file`: it is read. `kept`: the run writes there, and a
-    relative path is counted from the current folder, not from the spec's."""
+    """`hub`: read, and may be a hub name instead. `file`: read. `kept`: written by the run; a relative path counts from
+    the current folder, not from the spec's."""
     words: frozenset[str] = frozenset()
-    """Values that name no file."""
+    """Values that are not paths."""
 
 
 HubPath = Annotated[str, Location("hub")]
-"""A file or folder, or a name of the hub."""
+"""A file or folder, or a hub name."""
 
 FilePath = Annotated[str, Location("file")]
 KeptPath = Annotated[str, Location("kept")]
@@ -147,7 +147,7 @@ KeptPath = Annotated[str, Location("kept")]
 
 @cache
 def locations(model: type[BaseModel]) -> Mapping[str, Location]:
-    """The marked fields of a model and of its sections: dotted, with `*` for each item of a list."""
+    """Return the marked fields of a model and its sections, as dotted keys with `*` for list items."""
     return dict(_marked(model, ""))
 
 
@@ -161,7 +161,7 @@ def _marked(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Location
 
 
 def _marks(annotation: Any) -> Iterator[Location]:
-    """The marks in an annotation or its metadata, through optionals and unions."""
+    """Yield the marks in an annotation or its metadata, through optionals and unions."""
     if isinstance(annotation, Location):
         yield annotation
     for part in get_args(annotation):
@@ -169,54 +169,54 @@ def _marks(annotation: Any) -> Iterator[Location]:
 
 
 SAMPLE_BYTES = 2048
-"""Most memory that the driver needs for a sample before it is drawn: its item, its entries in tables, its part of the
-request to an actor."""
+"""Maximum driver memory per sample before generation: its item, table entries, and part of the request to an actor."""
 
 ROW_BYTES = 4096
-"""Most memory for a row of the data, in addition to its content."""
+"""Maximum memory per data row, in addition to its content."""
 
 DATA_FACTOR = 64
-"""Most memory for a byte of the data: a token takes up to 44 bytes, an empty list in JSON 22 per character."""
+"""Maximum memory per byte of data. A token takes up to 44 bytes; an empty list in JSON takes 22 per character."""
 
 
 class SizesSpec(SpecModel):
-    """Bounds on the size of a run, so that a number with a digit too many is refused and does not fill the driver's
-    memory. Raise one where a run is meant to be larger; a service may have lower ones, which a spec cannot raise."""
+    """Limits on the size of a run. They catch a number with an extra digit before it fills the driver's memory. Raise a
+    limit for a larger run. A service may have lower limits, which a spec cannot raise."""
 
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 100_000
-    """Bounds `steps`: each keeps its metrics, some 2 KiB."""
+    """Maximum `steps`. The driver keeps about 2 KiB of metrics per step."""
 
     step_samples: Annotated[int, Field(ge=1, le=1 << 20)] = 1 << 16
-    """Samples of a step: `prompts_per_step` x `samples_per_prompt`, at 2 KiB each in the driver before they are
-    drawn."""
+    """Maximum samples per step (`prompts_per_step` x `samples_per_prompt`). Each takes 2 KiB in the driver before
+    generation."""
 
     held_out_samples: Annotated[int, Field(ge=1, le=1 << 20)] = 1 << 16
-    """Samples of an evaluation: `prompts.held_out.max_prompts` x `evaluation.samples_per_prompt`."""
+    """Maximum samples per evaluation (`prompts.held_out.max_prompts` x `evaluation.samples_per_prompt`)."""
 
     step_tokens: Annotated[int, Field(ge=1, le=1 << 32)] = 1 << 28
-    """Response tokens of a step or an evaluation: its samples x `generation.max_tokens`, some 40 bytes each in the
-    driver once they are drawn."""
+    """Maximum response tokens per step or evaluation (samples x `generation.max_tokens`). Each takes about 40 bytes in
+    the driver once generated."""
 
     prompts: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000_000
-    """Rows of each data set, at 4 KiB each, and what they contain."""
+    """Maximum rows per data set. Each takes 4 KiB plus its content."""
 
     data_mib: Annotated[int, Field(ge=1, le=1 << 16)] = 256
-    """Size of each data set as JSONL, or uncompressed, in MiB. In memory a byte takes 5 to 15, at most 64."""
+    """Maximum size of each data set in MiB, as JSONL or uncompressed. A byte takes 5 to 15 bytes in memory, at most
+    64."""
 
     def at_most(self, bounds: SizesSpec) -> SizesSpec:
-        """The lower of both, key by key."""
+        """Return the lower of both limits for each key."""
         return SizesSpec(**{name: min(value, getattr(bounds, name)) for name, value in self})
 
 
 MOST_SIZES = SizesSpec.model_construct(
     **{name: field.metadata[-1].le for name, field in SizesSpec.model_fields.items()}
 )
-"""The largest bounds that a spec may have."""
+"""The largest limits a spec may set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One figure of a spec, and the key that bounds it."""
+    """One size in a spec, and the key that limits it."""
 
     bound: str
     """Key of SizesSpec."""
@@ -228,7 +228,7 @@ class Size:
 
 
 def size_problems(sizes: Iterable[Size], bounds: SizesSpec, owner: str = "") -> list[Problem]:
-    """Figures above the bounds, which `owner` has set; by default the spec itself."""
+    """Return a problem for each size above the limits. `owner` is who set them; by default, the spec itself."""
     return [
         Problem(size.where, *too_large(size.text, size.figure, size.bound, bounds, owner))
         for size in sizes
@@ -237,7 +237,7 @@ def size_problems(sizes: Iterable[Size], bounds: SizesSpec, owner: str = "") -> 
 
 
 def too_large(text: str, figure: int, bound: str, bounds: SizesSpec, owner: str = "") -> tuple[str, str]:
-    """What is wrong with a figure above a bound, and the hint."""
+    """Return the problem and the hint for a size above a limit."""
     most, ceiling = getattr(bounds, bound), getattr(MOST_SIZES, bound)
     made = f"{text} is {figure:,}" if not text.endswith(str(figure)) else text
     if owner:

@@ -1,7 +1,7 @@
-"""Where the model and the data come from: an absolute path is on this machine, and all else a name of the hub.
+"""Model and data sources. An absolute path is on this machine; anything else is a hub name.
 
-`load_spec` makes what is there, counted from the spec's folder, absolute. Libraries take what the working directory has
-under a name of the hub; so such a name is refused, and is only ever asked of the hub.
+`load_spec` makes existing paths absolute, relative to the spec's folder. Libraries would prefer a folder of the working
+directory over the hub model with the same name, so such a name is refused and only ever requested from the hub.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 class ModelSpec(SpecModel):
-    """The policy that is trained, in Hugging Face format; for a reward model, the policy that it starts from."""
+    """The policy to train, in Hugging Face format. For runs of type `reward_model`, the model that the reward model
+    starts from."""
 
     path: HubPath
-    """A local folder, or a model hub name such as `Qwen/Qwen3-0.6B`."""
+    """Local folder, or model hub name such as `Qwen/Qwen3-0.6B`."""
 
     tokenizer: HubPath | None = None
-    """Folder or hub name of the tokenizer; by default the model's own."""
+    """Folder or hub name of the tokenizer. `null`: the model's own."""
 
     dtype: DType = "float32"
-    """Number format in which the learner publishes the weights and the engine serves them."""
+    """Number format in which the learner publishes weights and the engine serves them."""
 
     max_context_tokens: Annotated[int, Field(ge=2, le=MOST_TOKENS)] | None = None
-    """Longest prompt + response; by default the model's own limit."""
+    """Maximum length of prompt + response, in tokens. `null`: the model's own limit."""
 
     trust_remote_code: bool = False
-    """Run code that comes with the model. Only for models you trust."""
+    """Run code that comes with the model. Use it only for models you trust."""
 
 
 class HeldOutSpec(SpecModel):
-    """Prompts that are never trained on. Give `path`, or `fraction` of the training prompts."""
+    """Prompts that are never trained on. Give either `path` or `fraction`."""
 
     path: HubPath | None = None
-    """JSONL or Parquet file, or hub data set, with the same fields as the training prompts."""
+    """JSONL or Parquet file, or hub data set, with the same columns as the training prompts."""
 
     split: str = "test"
     """Split of a hub data set."""
 
     fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the training prompts that is set aside, chosen by the hash of the prompt id and the seed."""
+    """Fraction of the training prompts to hold out, chosen by a hash of the prompt id and the seed."""
 
     max_prompts: Annotated[int, Field(ge=1)] = 256
-    """Evaluate on at most this many prompts, the first in the file."""
+    """Maximum number of prompts to evaluate on, from the start of the file."""
 
     @model_validator(mode="after")
     def _one_source(self) -> HeldOutSpec:
@@ -72,12 +73,12 @@ RESERVED_KWARGS = (
     "max_length",
     "tokenizer_kwargs",
 )
-"""Arguments of transformers' `apply_chat_template` that are not the user's to give; nor is `return_...` or
+"""Arguments of transformers' `apply_chat_template` that users cannot set, in addition to `return_...` and
 `..._token`."""
 
 
 def require_template_kwargs(chat_template: bool, kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments without a chat template, and for those that the run gives itself."""
+    """Raise ValueError for arguments without a chat template, and for those that the run itself sets."""
     if kwargs and not chat_template:
         raise ValueError("`chat_template_kwargs` needs `chat_template: true`")
     for name, value in kwargs.items():
@@ -91,16 +92,16 @@ SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,38}$")]
 
 
 def require_different(names: Sequence[str]) -> None:
-    """Raises ValueError if two sets have the same name."""
+    """Raise ValueError if two sets have the same name."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two sets are called {twice[0]!r}; give one of them another `name`")
 
 
 class NamedSetSpec(SpecModel):
-    """A named set of held-out prompts, with the same fields as the training prompts."""
+    """A named set of held-out prompts, with the same columns as the training prompts."""
 
     name: SetName
-    """Short name, in lower case; part of the names of its figures."""
+    """Short lowercase name, used in metric names."""
 
     path: Annotated[HubPath, Field(min_length=1)]
     """JSONL or Parquet file, or hub data set."""
@@ -109,74 +110,76 @@ class NamedSetSpec(SpecModel):
     """Split of a hub data set."""
 
     max_prompts: Annotated[int, Field(ge=1)] = 256
-    """Evaluate on at most this many prompts, the first in the file."""
+    """Maximum number of prompts to evaluate on, from the start of the file."""
 
 
 class MixtureSetSpec(SpecModel):
-    """A set of training prompts that are mixed with others."""
+    """A set of training prompts in a mixture."""
 
     name: SetName
-    """Short name, in lower case: of the rewards that are for it alone (`rewards.*.sets`), and in figures."""
+    """Short lowercase name, used in metric names and in `rewards.*.sets`."""
 
     path: Annotated[HubPath, Field(min_length=1)]
-    """A JSONL or Parquet file, or a hub data set name."""
+    """JSONL or Parquet file, or hub data set name."""
 
     split: str = "train"
     """Split of a hub data set; ignored for files."""
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Each step has as large a share of its prompts from this set as this is of all weights."""
+    """Relative weight: the set's share of each step's prompts is its weight divided by the sum of all weights."""
 
     prompt_field: str | None = None
-    """As `prompts.prompt_field`, which counts if this is left out."""
+    """Column with the prompt. `null`: as `prompts.prompt_field`."""
 
     id_field: str | None = None
-    """As `prompts.id_field`, which counts if this is left out."""
+    """Column with the prompt id. `null`: as `prompts.id_field`."""
 
 
 class DrawLessSpec(SpecModel):
-    """Prompts whose samples had all the same reward, always right or always wrong, are drawn less often."""
+    """Select prompts less often if their samples all had the same reward, that is, always right or always wrong."""
 
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """A prompt that was so k times in a row is drawn with factor^k of its chance."""
+    """After k such visits in a row, a prompt's selection probability is multiplied by factor^k."""
 
     floor: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """It keeps at least this share of its chance, so that it comes back."""
+    """Lower bound on that multiplier, so that prompts keep returning."""
 
 
 class DataSpec(SpecModel):
     """Rows with prompts."""
 
     section: ClassVar[str]
-    """The key of this section."""
+    """The spec key of this section."""
 
     path: Annotated[HubPath, Field(min_length=1)] | None = None
-    """A JSONL or Parquet file, or a hub data set name."""
+    """JSONL or Parquet file, or hub data set name."""
 
     split: str = "train"
     """Split of a hub data set; ignored for files."""
 
     prompt_field: str = "prompt"
-    """Field with the prompt: a string, or a list of chat messages."""
+    """Column with the prompt: a string or a list of chat messages."""
 
     id_field: str | None = None
-    """Field with a stable prompt id; by default the hash of the prompt."""
+    """Column with a stable prompt id. `null`: a hash of the prompt."""
 
     chat_template: bool = False
     """Render the prompt with the tokenizer's chat template."""
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the chat template, such as `{enable_thinking: false}`; each must be read by it."""
+    """Additional arguments for the chat template, such as `{enable_thinking: false}`. The template must use each of
+    them."""
 
     held_out: HeldOutSpec | None = None
-    """Prompts for evaluation."""
+    """Prompts for evaluation. `null`: none."""
 
     shuffle: bool = True
-    """A new order for every epoch, drawn from the run's seed."""
+    """Shuffle the prompts in every epoch, based on the run's seed. `false`: keep the order of the file."""
 
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """Of a row that cannot be read, rendered, learned or scored: refuse the run, or skip the row and say so. Also of
-    held-out rows and `evaluation.sets`. With more than 10 % such rows in one source the run is refused."""
+    """Handling of rows that cannot be read, rendered, learned or scored. `refuse`: refuse the run. `skip`: skip the row
+    and report it. Also applies to held-out rows and `evaluation.sets`. If more than 10 % of one source's rows are bad,
+    the run is refused in any case."""
 
     @model_validator(mode="after")
     def _arguments_have_a_template(self) -> DataSpec:
@@ -201,15 +204,15 @@ class DataSpec(SpecModel):
 
 
 class PromptsSpec(DataSpec):
-    """The training prompts: those of `path`, or a `mixture`. All other columns are passed to the rewards."""
+    """Training prompts, from `path` or a `mixture`. All other columns are passed to the rewards."""
 
     section: ClassVar[str] = "prompts"
 
     mixture: Annotated[tuple[MixtureSetSpec, ...], Field(max_length=64)] = ()
-    """Several sets, in place of `path`."""
+    """Several sets of prompts to mix, instead of `path`."""
 
     draw_less: DrawLessSpec | None = None
-    """Draw prompts less often from which the last samples taught nothing; by default all as often."""
+    """Select prompts less often if their last samples taught nothing. `null`: select all equally often."""
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptsSpec:
@@ -225,11 +228,11 @@ class PromptsSpec(DataSpec):
 
 
 MOST_SKIPPED = 0.1
-"""Largest share of the rows of one source that `on_bad_row: skip` skips. More point to a wrong key, not to bad rows."""
+"""Largest fraction of one source's rows that `on_bad_row: skip` skips. More bad rows point to a wrong key."""
 
 
 def skip_hint(spec: DataSpec, bad: int, total: int) -> str:
-    """The end of a hint about faulty rows; empty where they cannot be skipped."""
+    """Return the end of a hint about bad rows, or an empty string if they cannot be skipped."""
     if spec.on_bad_row == "skip" or not 0 < bad <= MOST_SKIPPED * total:
         return ""
     return f"; or set {spec.section}.on_bad_row: skip to run without {'this row' if bad == 1 else 'these rows'}"
@@ -239,20 +242,20 @@ class WrittenSpec(DataSpec):
     """Rows with prompts and written responses."""
 
     path: Annotated[HubPath, Field(min_length=1)]
-    """A JSONL or Parquet file, or a hub data set name."""
+    """JSONL or Parquet file, or hub data set name."""
 
 
 NOT_HERE = "name it by its absolute path, or start rlhfless in another folder"
-"""The hint for a name that `shadowed` refuses."""
+"""Hint for a name that `shadowed` refuses."""
 
 
 def is_path(name: str) -> bool:
-    """Whether the name is a path of this machine, and not a name of the hub."""
+    """Return whether the name is a path on this machine instead of a hub name."""
     return os.path.isabs(name)
 
 
 def shadowed(name: str) -> str:
-    """Why a name must not be asked of the hub; empty if it may be."""
+    """Return why a name must not be requested from the hub, or an empty string if it may be."""
     if is_path(name) or not os.path.lexists(name):
         return ""
     return f"{name!r} is no absolute path, so it is a name of the hub; but the working directory has it, too"

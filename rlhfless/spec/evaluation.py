@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, and which checkpoints are kept by its figures or others."""
+"""Evaluation on held-out prompts, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from rlhfless.spec.base import KeptPath, SpecModel, Steps, without_user
 from rlhfless.spec.data import NamedSetSpec, require_different
 
 EVAL = "eval/"
-"""What the names of evaluations' figures start with."""
+"""Prefix of evaluation metric names."""
 
 
 class EvaluationSpec(SpecModel):
-    """Evaluation on the held-out prompts, before and after the run and in between."""
+    """Evaluation on held-out prompts: before the run, after it, and optionally in between."""
 
     every_steps: Steps | None = None
-    """Also evaluate each time this many steps are done."""
+    """Also evaluate every this many steps. `null`: only before and after the run."""
 
     samples_per_prompt: Annotated[int, Field(ge=1)] = 1
-    """Samples at the training temperature, whose mean is mean@k (`eval/<reward>`); a greedy sample is always drawn in
-    addition."""
+    """Samples per prompt at the training temperature; their mean is mean@k (`eval/<reward>`). A greedy sample is always
+    generated in addition."""
 
     pass_at: Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(max_length=16)] = ()
-    """Also the chance that one of k samples passes, for these k (`eval/<reward>_pass@<k>`): the unbiased estimator from
-    `samples_per_prompt` samples (Chen et al., arXiv 2107.03374). Twice k samples or more make it steady."""
+    """Values of k for which pass@k is reported (`eval/<reward>_pass@<k>`): the probability that at least one of k
+    samples passes, by the unbiased estimator of Chen et al. (arXiv 2107.03374). Each k must be at most
+    `samples_per_prompt`; use at least twice k samples for a stable estimate."""
 
     pass_from: float = 1.0
-    """A sample passes a reward if it gets at least this, before the weight."""
+    """Smallest reward, before weighting, with which a sample passes."""
 
     sets: Annotated[tuple[NamedSetSpec, ...], Field(max_length=16)] = ()
-    """Further held-out prompts, each set with figures of its own (`eval/<set>/<reward>`)."""
+    """More sets of held-out prompts, each reported separately (`eval/<set>/<reward>`)."""
 
     @model_validator(mode="after")
     def _enough_samples_to_pass(self) -> EvaluationSpec:
@@ -46,27 +47,27 @@ class EvaluationSpec(SpecModel):
 
 
 class BestSpec(SpecModel):
-    """Which checkpoint is the best: it is kept when others are deleted, and marked where checkpoints are listed."""
+    """Selects the best checkpoint. It is kept when others are deleted, and marked in lists of checkpoints."""
 
     metric: Annotated[str, Field(min_length=1)] = "auto"
-    """A metric of docs/metrics.md, such as `eval/exact_match_pass@4`. `auto`: with held-out prompts `eval/reward_mean`,
-    or `eval/loss` of runs that learn from written responses; without them `reward_mean`, or `loss`, of the step. A
-    figure of an evaluation counts for the checkpoint of the same step alone."""
+    """A metric of docs/metrics.md, such as `eval/exact_match_pass@4`. `auto`: with held-out prompts,
+    `eval/reward_mean`, or `eval/loss` for runs that learn from written responses; otherwise `reward_mean` or `loss` of
+    the step. An evaluation metric counts only for the checkpoint of the same step."""
 
     mode: Literal["auto", "max", "min"] = "auto"
-    """Whether its largest or its smallest value is the best. `auto`: the smallest of metrics whose name ends with
-    `loss`, and the largest of others."""
+    """Whether the largest or smallest value is best. `auto`: the smallest if the metric's name ends with `loss`,
+    otherwise the largest."""
 
     save: bool = True
-    """Where `metric` is a figure of evaluations: also save after each evaluation that improves it."""
+    """If `metric` is an evaluation metric, also save a checkpoint after each evaluation that improves it."""
 
     @property
     def of_evaluations(self) -> bool:
-        """Whether the metric is measured by evaluations, and not by every step."""
+        """Whether the metric comes from evaluations instead of every step."""
         return self.metric.startswith(EVAL)
 
     def resolved(self, *, supervised: bool, held_out: bool) -> BestSpec:
-        """With the metric and the mode that `auto` stands for."""
+        """Return a copy with `auto` replaced by the actual metric and mode."""
         step_metric = "loss" if supervised else "reward_mean"
         metric = self.metric if self.metric != "auto" else f"{EVAL if held_out else ''}{step_metric}"
         mode = self.mode if self.mode != "auto" else "min" if metric.endswith("loss") else "max"
@@ -74,24 +75,24 @@ class BestSpec(SpecModel):
 
 
 class CheckpointSpec(SpecModel):
-    """Model and tokenizer in Hugging Face format, with everything that a resumed run needs."""
+    """Checkpoints: model and tokenizer in Hugging Face format, plus everything needed to resume the run."""
 
     url: KeptPath | None = None
-    """Where checkpoints are kept, in a folder named as the run: a folder, or a URL that fsspec knows (`s3://...`,
-    `gs://...`; with its package installed). The learner writes there, from whichever node it is on, and the run lists
-    them. By default they are under the output folder, which the learner's node must share then."""
+    """Where checkpoints are stored, in a folder named after the run: a folder or an fsspec URL (`s3://...`, `gs://...`;
+    the matching package must be installed). The learner writes there from its node, and the run lists them. `null`: the
+    output folder, which the learner's node must then share."""
 
     every_steps: Steps | None = 20
-    """Save each time this many steps are done, and always at the end. A resumed run learns at most this many steps
-    again, from its journal; without a number, all of them."""
+    """Save every this many steps; the end of the run is always saved. A resumed run replays at most this many steps
+    from its journal. `null`: save only at the end; a resumed run replays all steps."""
 
     background: bool = True
-    """Write checkpoints while the run goes on, where the learner's nodes have memory for a copy of its state (12 bytes
-    per parameter over all nodes, 16 with `learner.ema_decay`, in at most half of what is free on each); otherwise the
-    run waits for each."""
+    """Write checkpoints in the background if the learner's nodes have memory for a copy of its state: 12 bytes per
+    parameter over all nodes (16 with `learner.ema_decay`), using at most half of the free memory of each node.
+    Otherwise the run waits for each checkpoint."""
 
     keep_last: Steps = 2
-    """The number of newest checkpoints that are kept, in addition to the best."""
+    """Number of newest checkpoints to keep, in addition to the best."""
 
     best: BestSpec = BestSpec()
 

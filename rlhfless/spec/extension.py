@@ -29,11 +29,11 @@ from rlhfless.spec.imports import IMPORT_PATH, TargetError, add_import_paths, im
 
 
 class PluginSpec(SpecModel):
-    """A class of your own: `type` is its import path, and the other keys are the fields of its `Settings`. See
+    """Your own class. `type` is its import path; all other keys are the fields of its `Settings`. See
     docs/extending.md."""
 
     type: str
-    """`package.module:Name`."""
+    """Import path, `package.module:Name`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.model_dump(mode="json"), import_paths())

@@ -1,4 +1,4 @@
-"""Where functions run, how many of them, and how weights reach them."""
+"""Where functions run, how many replicas they have, and how weights reach them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rlhfless.spec.extension import PluginField, PluginSpec
 
 
 class CostAwareSpec(SpecModel):
-    """RLHFless's own policy: plans each step from forecasts of its response lengths, under the contract."""
+    """RLHFless's own policy. Plans each step under the contract from a forecast of its response lengths."""
 
     type: Literal["cost_aware"] = "cost_aware"
 
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.9
-    """The probability with which a deadline is to be kept."""
+    """Probability with which a deadline should be met."""
 
 
 class StaticSpec(SpecModel):
-    """A fleet that never changes."""
+    """A fixed fleet."""
 
     type: Literal["static"] = "static"
 
     actors: Processes | None = None
-    """Number of generation actors; by default as many as the devices allow."""
+    """Number of generation actors. `null`: as many as fit on the devices."""
 
 
 POLICY_SEAM = PluginField("scaling policy", built_in=(CostAwareSpec, StaticSpec), methods=("decide",))
@@ -34,55 +34,56 @@ PolicySpec = Annotated[CostAwareSpec | StaticSpec | PluginSpec, POLICY_SEAM]
 
 
 MOST_TENANTS = 8
-"""More runs than this take longer turns than a user waits for, and eight sleeping 7B runs fill a host's memory."""
+"""With more runs, turns would be longer than a user waits for. Eight sleeping 7B runs already fill a host's memory."""
 
 
 class PlacementSpec(SpecModel):
     """Which functions share devices."""
 
     mode: Literal["auto", "colocated", "disaggregated"] = "auto"
-    """`colocated`: all functions share all devices. `disaggregated`: the learner (and the reference and scoring
-    functions) have devices of their own, named by `learner_devices`. `auto`: co-located on CPU cores; on GPUs what the
-    memory plan says that fits, co-located first."""
+    """`colocated`: all functions share all devices. `disaggregated`: the learner, reference and scoring functions have
+    their own devices (`learner_devices`). `auto`: `colocated` on CPU cores; on GPUs, the mode that fits the memory
+    plan, `colocated` first."""
 
     turns: bool = False
-    """Functions that share devices take turns in their memory: one is awake, and the others sleep with their state in
-    the host's memory, or for actors without weights, which are loaded anew in each step. So a device holds the largest
-    function instead of all of them; each step pays for two changes of turn, and nothing is computed beside
-    generation on the devices that it uses."""
+    """Let functions that share devices take turns: only one is awake. The others sleep with their state in host memory;
+    actors sleep without weights and reload them in each step. A device then needs memory only for the largest function,
+    not for all of them. Each step pays for two switches, and nothing else runs on the generation devices during
+    generation."""
 
     tenants: Annotated[int, Field(ge=1, le=MOST_TENANTS)] = 1
-    """Most runs that share the devices, this one included. Above 1 the run's functions sleep while another run of the
-    same service or cluster works on their devices (it says so, too), and all runs there take turns, phase by phase:
-    while one run generates, another learns. Devices that are free are used first. Each run that sleeps keeps its state
-    in the host's memory, and 0.8 GiB per function on the device, which the memory plan sets aside."""
+    """Maximum number of runs that share the devices, including this one. Above 1, runs of the same service or cluster
+    take turns phase by phase: while one run generates, another learns, and the functions of a run sleep while another
+    run uses their devices. Each of these runs must set `tenants`. Free devices are used first. A sleeping run keeps its
+    state in host memory, plus 0.8 GiB per function on the device, which the memory plan reserves."""
 
     float32_on_gpus: bool = False
-    """Allow `float32` in `model.dtype` or `learner.dtype` on GPUs, which is refused otherwise: it takes twice the
-    memory and several times the time of bfloat16."""
+    """Allow `float32` for `model.dtype` and `learner.dtype` on GPUs. It is refused otherwise, because it takes twice
+    the memory and several times the time of bfloat16."""
 
     devices: Processes | None = None
-    """Devices of the run (GPUs, or CPU cores); by default all devices of the cluster. A run that joins a cluster may
-    ask for more than there are: a cluster autoscaler sees the demand, and the run says what it waits for."""
+    """Number of devices (GPUs or CPU cores) for the run. `null`: all devices of the cluster. A run that joins a cluster
+    may request more than the cluster has: a cluster autoscaler sees the demand, and the run reports what it is waiting
+    for."""
 
     kind: Annotated[str, Field(min_length=1)] | None = None
-    """Kind of the devices, as the price book names it, such as `h100` or `cpu-core`. By default the GPUs of the
-    cluster, which must be of one kind then, or CPU cores where it has no GPU."""
+    """Device kind, as named in the price book, such as `h100` or `cpu-core`. `null`: the cluster's GPUs, which must
+    then be of one kind, or CPU cores if it has no GPUs."""
 
     learner_devices: Processes = 1
-    """Devices set aside for the learner side when disaggregated: of those of the run, or beside them where they are of
-    another kind."""
+    """Devices reserved for the learner side in mode `disaggregated`. They are part of `devices`, or in addition to them
+    if `learner_kind` is set."""
 
     learner_kind: Annotated[str, Field(min_length=1)] | None = None
-    """Kind of the devices of the learner side, where it is not that of generation. `kind` and `devices` are
-    generation's then. Needs `disaggregated`."""
+    """Device kind of the learner side, if it differs from that of generation. `kind` and `devices` then apply to
+    generation only. Requires mode `disaggregated`. `null`: the same kind."""
 
     ray_address: str | None = None
-    """Address of a running Ray cluster. By default a private Ray is started, which only this machine can reach."""
+    """Address of a running Ray cluster. `null`: start a private Ray that only this machine can reach."""
 
     trusted_network: bool = False
-    """Join a cluster on other machines although RAY_AUTH_MODE is `disabled`: anyone who reaches its ports can run code
-    there. Only for a network that no stranger can reach."""
+    """Join a cluster on other machines even if RAY_AUTH_MODE is `disabled`. Anyone who can reach the cluster's ports
+    can then run code there; use it only on a network closed to strangers."""
 
     @model_validator(mode="after")
     def _another_kind_is_apart(self) -> PlacementSpec:
@@ -106,21 +107,21 @@ class PlacementSpec(SpecModel):
         return self
 
     def kind_of_learner(self, kind: str) -> str:
-        """The kind of the learner side's devices, where generation's are of this one."""
+        """Return the device kind of the learner side, given that of generation."""
         return self.learner_kind or kind
 
     @property
     def in_turns(self) -> bool:
-        """Functions take turns on their devices, with each other or with other runs."""
+        """Whether functions take turns on their devices, with each other or with other runs."""
         return self.turns or self.tenants > 1
 
 
 class GenerationScalingSpec(SpecModel):
-    """Bounds on the number of generation actors. A static fleet is min = max."""
+    """Limits on the number of generation actors. Set both to the same value for a fixed fleet."""
 
     min_actors: Processes = 1
     max_actors: Processes | Literal["auto"] = "auto"
-    """`auto`: on GPUs as many as the devices hold beside what else is on them, on CPU cores `min_actors`."""
+    """`auto`: on GPUs, as many as fit next to the other functions; on CPU cores, `min_actors`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> GenerationScalingSpec:
@@ -130,7 +131,7 @@ class GenerationScalingSpec(SpecModel):
 
     @property
     def most_actors(self) -> int:
-        """`max_actors` as a number: `min_actors` where `auto` is still to be decided."""
+        """`max_actors` as a number; `min_actors` until `auto` is decided."""
         return self.min_actors if self.max_actors == "auto" else self.max_actors
 
     @property
@@ -143,18 +144,18 @@ KvConnector = Literal["folder", "nixl"]
 
 
 class PrefillScalingSpec(SpecModel):
-    """Bounds on the number of actors that compute prompts for the generation actors, which then only decode
+    """Limits on the number of prefill actors, which compute prompts for the generation actors; these then only decode
     (docs/prefill.md)."""
 
     min_actors: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = 0
-    """Actors that are never released. Others start when prompts wait for longer than a start takes, and are released
-    when no prompt waits."""
+    """Prefill actors that are never released. More are started when prompts wait longer than a start takes, and
+    released when no prompt waits."""
     max_actors: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = 0
-    """0: generation actors compute the prompts themselves."""
+    """Maximum prefill actors. 0: generation actors compute the prompts themselves."""
     kv_connector: KvConnector = "nixl"
-    """How KV reaches the generation actors: NIXL (any nodes; its package must be installed), or `folder`: files in the
-    folder of the weights, for tests and actors of one node. With prefill actors, models with several kinds of attention
-    layers hold more KV: vLLM's connectors treat all alike."""
+    """How the KV cache reaches the generation actors. `nixl`: NIXL, between any nodes; its package must be installed.
+    `folder`: files in the weights folder, for tests and actors on one node. With prefill actors, models with several
+    kinds of attention layers need a larger KV cache, because vLLM's connectors treat all layers alike."""
 
     @model_validator(mode="after")
     def _ordered(self) -> PrefillScalingSpec:
@@ -164,7 +165,7 @@ class PrefillScalingSpec(SpecModel):
 
     @property
     def on(self) -> bool:
-        """Whether prompts may be computed apart."""
+        """Whether prefill actors may be used."""
         return self.max_actors > 0
 
     @property
@@ -174,135 +175,138 @@ class PrefillScalingSpec(SpecModel):
 
 
 Hold = Literal["auto", "always", "never"]
-"""What happens between two uses: the replica stays warm, it is released, or the scaling policy decides."""
+"""Whether a replica stays warm between two uses (`always`), is released (`never`), or the scaling policy decides
+(`auto`)."""
 
 
 Per = Literal["step", "run"]
-"""The span of a limit: each step, or all steps of the run together."""
+"""Scope of a limit: each step, or all steps of the run together."""
 
 
 class CheapestSpec(SpecModel):
-    """The least cost under a deadline."""
+    """Minimize cost under a deadline."""
 
     type: Literal["cheapest"] = "cheapest"
 
     deadline_s: Duration
-    """Wall-clock seconds."""
+    """Deadline in wall-clock seconds."""
 
     per: Per = "step"
     """Whether the deadline applies to each step or to the whole run."""
 
 
 class FastestSpec(SpecModel):
-    """The shortest time under a budget."""
+    """Minimize time under a budget."""
 
     type: Literal["fastest"] = "fastest"
 
     budget_usd: Annotated[float, Field(gt=0)]
-    """US dollars, by the price book."""
+    """Budget in US dollars, from the price book."""
 
     per: Per = "step"
     """Whether the budget applies to each step or to the whole run."""
 
 
 class WeightedSpec(SpecModel):
-    """A compromise between time and cost, without a limit on either."""
+    """Trade off time and cost, without a limit on either."""
 
     type: Literal["weighted"] = "weighted"
 
     time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """1: as fast as the devices allow; 0: as cheap as they allow. Time counts relative to the fastest plan of the step
-    and cost relative to the cheapest, so the same weight suits any workload."""
+    """1: as fast as the devices allow. 0: as cheap as possible. Time is measured relative to the fastest plan of the
+    step and cost relative to the cheapest, so the same weight suits any workload."""
 
 
 ContractSpec = Annotated[CheapestSpec | FastestSpec | WeightedSpec, Field(discriminator="type")]
 
 
 class ScalingSpec(SpecModel):
-    """How many replicas there are, which samples each one draws, and when replicas give their devices back."""
+    """How many replicas run, which samples each one generates, and when replicas release their devices."""
 
     policy: PolicySpec = CostAwareSpec()
-    """The policy that decides during a run, within the bounds below: a name, or `{type: ...}` with keys of its own.
-    `cost_aware` plans each step from forecasts of its response lengths, under the contract. `static` has `max_actors`
-    at all times; the others are policies of other systems. docs/policies.md describes all of them, and
-    docs/extending.md a policy of your own."""
+    """Scaling policy that decides during the run, within the limits below: a name, or `{type: ...}` with the policy's
+    own keys. `cost_aware` plans each step under the contract from a forecast of its response lengths. `static` always
+    runs `max_actors`. The other names are policies of other systems. See docs/policies.md for all policies and
+    docs/extending.md for your own."""
 
     contract: ContractSpec = WeightedSpec()
-    """The goal of the run in time and cost. By default both count alike: one percent of time as much as one percent of
-    cost. A fleet with `min_actors` = `max_actors` costs the same whatever is decided, so only time counts there.
-    Policies other than `cost_aware` ignore the contract."""
+    """Goal for time and cost. By default, one percent of time counts as much as one percent of cost. With `min_actors`
+    = `max_actors`, cost does not depend on any decision, so only time counts. Only `cost_aware` uses the contract."""
 
     generation: GenerationScalingSpec = GenerationScalingSpec()
     prefill: PrefillScalingSpec = PrefillScalingSpec()
     hold_scoring: Hold = "auto"
-    """Between its uses. With `auto` the policy decides; the others are bounds on it, as `min_actors` is."""
+    """Whether the scoring replica stays warm between uses. `always`: it does. `never`: it is released. `auto`: the
+    policy decides."""
     hold_reference: Hold = "auto"
-    """Between its uses. With `auto` the policy decides; the others are bounds on it, as `min_actors` is."""
+    """Whether the reference replica stays warm between uses. `always`: it does. `never`: it is released. `auto`: the
+    policy decides."""
 
     prices: FilePath | None = None
-    """Price book (YAML); by default the bundled one."""
+    """Price book (YAML). `null`: the bundled one."""
 
 
 Transport = Literal["file", "shared_memory", "http", "nccl", "cuda_ipc"]
-"""A way of the weights from the learner to an actor."""
+"""How weights get from the learner to an actor."""
 
 
 class WeightsSpec(SpecModel):
     """How the learner's weights reach the actors (docs/weights.md)."""
 
     transport: Literal["auto"] | Transport = "auto"
-    """`shared_memory`: files in memory, which actors on the learner's node map. `http`: that, and other nodes pull
-    from the learner's into a cache of their own. `file`: files in a folder that all nodes share. `nccl`: as `http`, and
-    a fixed number of actors gets each version by one broadcast from GPU to GPU. `cuda_ipc`: actors on the
-    GPUs of the learner's ranks, all on one node, copy what the ranks gather for them, also while these sleep. `auto`:
-    by where each actor is, `shared_memory` or `http`; `nccl` and `cuda_ipc`, which have not yet run on a GPU, only by
-    name."""
+    """`shared_memory`: files in memory that actors on the learner's node map. `http`: the same, and other nodes pull
+    the weights from the learner's node into their own cache. `file`: files in a folder shared by all nodes. `nccl`: as
+    `http`, but a fixed number of actors receives each version by one GPU-to-GPU broadcast. `cuda_ipc`: actors on the
+    GPUs of the learner's ranks, all on one node, copy the weights that the ranks gather for them, even while the ranks
+    sleep. `auto`: `shared_memory` or `http`, depending on each actor's node. `nccl` and `cuda_ipc` have not yet run on
+    a GPU, so they must be selected explicitly."""
 
     folder: KeptPath | None = None
-    """Folder of the files, or of the node cache; in shared memory by default."""
+    """Folder of the weight files or the node cache. `null`: a folder in shared memory."""
 
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest difference between the engine's and the learner's logprobs of the probe tokens, for logprobs of up to
-    10; it grows in proportion for larger ones. The mean over the tokens may be an eighth of it. By default it is chosen
-    by dtype."""
+    """Largest difference allowed between engine and learner logprobs of the probe tokens, for logprobs of magnitude up
+    to 10; it grows proportionally above that. The mean difference may be an eighth of it. `null`: chosen by dtype."""
 
     read_back: bool = True
-    """After each load, elements of every tensor are read back from the engine's layers and must equal the learner's,
-    bit for bit. Switch it off for an engine that is meant to change weights as it loads them."""
+    """After each load, read elements of every tensor back from the engine's layers and require them to equal the
+    learner's bit for bit. Disable it for an engine that intentionally changes weights as it loads them."""
 
 
 class TimeoutsSpec(SpecModel):
-    """Limits of every wait. When a wait exceeds its limit, the error names the limit and what was waited for."""
+    """Timeouts in seconds. When a wait exceeds its timeout, the error names the timeout and what the run was waiting
+    for."""
 
     devices_s: Duration = 1800.0
-    """Until the devices of a replica are there: another run has to give them back, or an autoscaler has to bring a
-    node. What is waited for is said after 5 s, and again until it ends."""
+    """Waiting for the devices of a replica, until another run releases them or an autoscaler adds a node. The run
+    reports what it is waiting for after 5 s, and again until the wait ends."""
     start_s: Duration = 600.0
-    """A replica's start: process, model, engine; without fetching the model from the hub."""
+    """Starting a replica: process, model and engine, without downloading the model."""
     download_s: Duration = 3600.0
-    """Fetching models from the hub, at the start of the run, once on each node."""
+    """Downloading models from the hub at the start of the run, once per node."""
     generate_s: Duration = 3600.0
-    """One step's generation on one actor."""
+    """Generation of one step on one actor."""
     call_s: Duration = 600.0
     """One scoring, reference or learner call."""
     sync_s: Duration = 120.0
-    """One actor's weight load with its checks."""
+    """Loading and checking weights on one actor."""
     drain_s: Duration = 30.0
-    """A replica's orderly stop; after that it is killed."""
+    """Orderly stop of a replica; then it is killed."""
     stop_s: Duration = 25.0
-    """The orderly stop of the whole run after Ctrl-C or SIGTERM; after that all its processes are killed. Kubernetes
-    and Slurm kill the remaining processes 30 s after SIGTERM, and `docker stop` after 10 s unless told otherwise."""
+    """Orderly stop of the whole run after Ctrl-C or SIGTERM; then all its processes are killed. By default, Kubernetes
+    and Slurm kill remaining processes 30 s after SIGTERM, and `docker stop` after 10 s."""
 
 
 class RecoverySpec(SpecModel):
-    """Replicas that die are noticed and replaced, and no finished sample is lost (docs/faults.md)."""
+    """Dead replicas are detected and replaced without losing finished samples (docs/faults.md)."""
 
     lease_s: Duration = 60.0
-    """A replica that gets no message from the run for this long gives its device back; a replica that does not answer
-    the run for this long is replaced."""
+    """Lease in seconds. A replica that receives no message from the run for this long releases its devices; a replica
+    that does not answer the run for this long is replaced."""
 
     heartbeat_s: Duration = 60.0
-    """A generation engine that has work and is silent for this long is replaced. One iteration must take less."""
+    """Heartbeat timeout in seconds. A generation engine that has work but is silent for this long is replaced. One
+    engine iteration must take less."""
 
     per_step: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = 3
-    """Most recoveries of one step; the next fault stops the run. The run can then be resumed."""
+    """Maximum recoveries per step; the next fault stops the run, which can then be resumed."""

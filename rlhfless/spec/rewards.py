@@ -1,4 +1,4 @@
-"""Rewards: each part is scored on its own, logged under its name, and added up with its weight."""
+"""Rewards. Each is scored and logged separately under its name; the algorithm uses their weighted sum."""
 
 from __future__ import annotations
 
@@ -28,70 +28,72 @@ def _has_a_group(pattern: str) -> str:
 
 
 Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_has_a_group)]
-"""A regular expression with a group."""
+"""A regular expression with at least one group."""
 
 Columns = str | Annotated[tuple[str, ...], Field(min_length=1, max_length=16)]
 
 
 class MathSpec(RewardPart):
-    """1 if the response's final answer equals the expected one as mathematics (math-verify), else 0."""
+    """1 if the response's final answer is mathematically equal to the expected one (math-verify), else 0."""
 
     type: Literal["math"]
     answer_field: str = "answer"
-    """Column with the expected answer: a number, LaTeX, or a solution that ends in `\\boxed{...}` or `#### ...`."""
+    """Column with the expected answer: a number, LaTeX, or a solution ending in `\\boxed{...}` or `#### ...`."""
     answer_pattern: Pattern | None = None
-    """The expected answer is only the first group of this, where the column has it last."""
+    """Regular expression whose first group, in its last match in the column, is the expected answer. `null`: use the
+    whole column."""
     extraction: Literal["any", "boxed"] = "any"
-    """Where the response's answer may be. `any`: a boxed answer if there is one, else the last LaTeX expression or
-    plain number. `boxed`: only in `\\boxed{...}`. If there are tags `<answer>...</answer>`, only within them."""
+    """Where to look for the response's answer. `any`: a boxed answer if there is one, else the last LaTeX expression or
+    plain number. `boxed`: only in `\\boxed{...}`. If the response has `<answer>...</answer>` tags, only their content
+    is searched."""
     cpu_s: Duration = 5.0
-    """CPU time to parse and compare one answer; a response that takes longer is wrong. CPU time, because on a busy
-    machine wall time would make right answers wrong."""
+    """Maximum CPU seconds to parse and compare one answer; a response that takes longer counts as wrong. CPU time is
+    used because wall time would make correct answers wrong on a busy machine."""
 
 
 class CodeSpec(RewardPart):
-    """The response's Python code, run against tests in a confined process: see docs/rewards.md."""
+    """Runs the response's Python code against tests in a sandboxed process. See docs/rewards.md."""
 
     type: Literal["code"]
     tests_field: Columns = "tests"
-    """Column with the tests, or several: pairs of `input` and `output`, test code, or a list of either. The shapes of
-    APPS, LiveCodeBench, HumanEval, MBPP and others are recognised: see docs/rewards.md."""
+    """Column or columns with the tests: `input`/`output` pairs, test code, or a list of either. The formats of APPS,
+    LiveCodeBench, HumanEval, MBPP and others are recognized; see docs/rewards.md."""
     entry_point_field: Columns = ("entry_point", "metadata")
-    """Column with the name of the function under test, or JSON with it as `func_name`, for tests that do not name it.
-    Of several the first that a row has."""
+    """Column with the name of the function under test, or with JSON that has it as `func_name`, for tests that do not
+    name it. With several columns, the first one present in a row is used."""
     prompt_field: str = "prompt"
-    """Column with the text that a response completes, as in HumanEval. If no row has it, the prompt is used."""
+    """Column with the text that the response completes, as in HumanEval. If no row has it, the prompt is used."""
     setup_field: Columns = ("test_imports", "test_setup_code")
-    """Columns with code that runs between the program and test code, where a row has them."""
+    """Columns with code to run between the program and the test code, if a row has them."""
     solution_field: str | None = None
-    """Column with a right program, or a list of them, such as `canonical_solution`. If given, `rlhfless validate` runs
-    that of up to 16 rows, and refuses data whose tests fail their own solutions."""
+    """Column with a correct program or a list of them, such as `canonical_solution`. `rlhfless validate` then runs the
+    solutions of up to 16 rows and refuses data whose tests reject their own solutions. `null`: no check."""
     float_tolerance: Annotated[float, Field(ge=0, le=1)] = 1e-6
-    """Largest difference, absolute or relative, of a decimal number in an output or a result from the expected one.
-    Whole numbers must have the same value, and texts be the same. 0: all must be written alike."""
+    """Largest absolute or relative difference allowed between a decimal number in an output or result and the expected
+    one. Whole numbers must have the same value and strings must be equal. 0: outputs must match exactly as written."""
     score: Literal["all", "fraction"] = "all"
-    """`all`: 1 if every test passes, else 0, and the first test that fails ends the scoring. `fraction`: share of tests
+    """`all`: 1 if every test passes, else 0; scoring ends at the first failed test. `fraction`: fraction of tests
     passed."""
     max_tests: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Use only this many tests, the first in the list; by default all."""
+    """Maximum number of tests to run, from the start of the list. `null`: all."""
     cpu_s: Annotated[int, Field(ge=1, le=86_400)] = 5
-    """CPU time of one test."""
+    """CPU time limit of one test, in seconds."""
     timeout_s: Duration = 30.0
-    """Wall time of one test, for code that waits. Much longer than `cpu_s`, because correct code takes longer on a
-    busy machine."""
+    """Wall-clock limit of one test in seconds, for code that waits. Much longer than `cpu_s`, because correct code
+    takes longer on a busy machine."""
     memory_mib: Annotated[int, Field(ge=64, le=MOST_MIB)] = 512
-    """Address space of one test; Python itself takes some 30 MiB."""
+    """Address space limit of one test, in MiB. Python itself takes about 30 MiB."""
     file_mib: Annotated[int, Field(ge=0, le=MOST_MIB)] = 16
-    """Largest file a test may write."""
+    """Largest file a test may write, in MiB."""
     folder_mib: Annotated[int, Field(ge=1, le=MOST_MIB)] = 64
-    """Total size of the files in a test's folder. The folder is in memory if the kernel allows it."""
+    """Maximum total size of the files in a test's folder, in MiB. The folder is in memory if the kernel allows it."""
     folder_files: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Most files and folders in a test's folder."""
+    """Maximum number of files and folders in a test's folder."""
     open_files: Annotated[int, Field(ge=16, le=65_536)] = 64
-    """Most files that a test may have open."""
+    """Maximum number of files a test may have open."""
     output_kib: Annotated[int, Field(ge=1, le=MOST_MIB)] = 256
-    """A test with a longer output fails. Where the expected output is longer than half of this, twice its length is
-    allowed."""
+    """Maximum output of one test, in KiB; a test with a longer output fails. If the expected output is longer than half
+    of this limit, the limit is twice the expected length."""
 
     @model_validator(mode="after")
     def _files_fit_in_the_folder(self) -> CodeSpec:
@@ -102,19 +104,19 @@ class CodeSpec(RewardPart):
 
 
 class JsonSchemaSpec(RewardPart):
-    """1 if the response holds JSON that follows a schema, else 0."""
+    """1 if the response contains JSON that is valid under a schema, else 0."""
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] | None = None
-    """The schema, in the draft that its `$schema` names (2020-12 without one). It may refer to its own parts only."""
+    """The schema, in the draft named by its `$schema` (default: 2020-12). It may reference only its own parts. Give
+    either this or `schema_field`."""
     schema_field: str | None = None
-    """Column with each row's own schema, as a mapping or as JSON text."""
+    """Column with a schema per row, as a mapping or as JSON text."""
     extraction: Literal["any", "whole"] = "any"
     """`any`: the whole response, else its last block tagged as JSON, else its last untagged block, else the last object
-    or list in its text. `whole`:
-    the response must be JSON and nothing else."""
+    or list in its text. `whole`: the response must be JSON only."""
     timeout_s: Duration = 5.0
-    """Longest time for one response: patterns in a schema can backtrack for ever."""
+    """Time limit per response in seconds; patterns in a schema can backtrack forever."""
 
     @model_validator(mode="after")
     def _one_schema(self) -> JsonSchemaSpec:
@@ -132,22 +134,22 @@ MOST_PORT = 65_535
 
 
 class HttpSpec(RewardPart):
-    """Numbers from an HTTP endpoint. docs/rewards.md has the protocol."""
+    """Scores from an HTTP endpoint. See docs/rewards.md for the protocol."""
 
     type: Literal["http"]
     url: Annotated[str, Field(pattern=r"^https?://")]
-    """Samples are POSTed here as JSON. Without a user or a password."""
+    """Endpoint that samples are POSTed to as JSON. Must not contain a user or password."""
     token_env: str | None = None
-    """Environment variable of the scoring replica that holds the bearer token to send."""
+    """Environment variable of the scoring replica that holds the bearer token to send. `null`: no token."""
     batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
     """Samples per request."""
     concurrency: Processes = 8
-    """Requests in flight at a time."""
+    """Maximum concurrent requests."""
     timeout_s: Duration = 30.0
-    """Longest time one request may take, and longest wait that a server may ask for with `Retry-After`."""
+    """Timeout of one request in seconds, and the longest `Retry-After` that is honored."""
     retries: Annotated[int, Field(ge=0, le=20)] = 3
-    """Further attempts if there is no connection, no answer in time, or status 408, 429 or 5xx; after 0.5, 1, 2, ...
-    s, or after what the answer's `Retry-After` says."""
+    """Retries after a connection failure, a timeout, or status 408, 429 or 5xx. Delays are 0.5, 1, 2, ... s, or the
+    response's `Retry-After`."""
 
     @field_validator("url")
     @classmethod
@@ -168,26 +170,28 @@ class HttpSpec(RewardPart):
 
 
 class RewardModelSpec(RewardPart):
-    """The score of a sequence-classification model with one label, on a replica of its own."""
+    """The score of a sequence-classification model with one label, on its own replica."""
 
     type: Literal["reward_model"]
     path: HubPath
-    """Folder or hub name, in Hugging Face format, with its tokenizer."""
+    """Folder or hub name of the model in Hugging Face format, with its tokenizer."""
     dtype: DType = "bfloat16"
-    """Number format of weights and products. bfloat16, as reward models are published; float32 is exact but slower."""
+    """Number format of weights and products. `bfloat16` is how reward models are published; `float32` is exact but
+    slower."""
     chat_template: bool = False
-    """Score the conversation as the reward model's own template renders it, rather than prompt + response."""
+    """Score the conversation as rendered by the reward model's own template, instead of prompt + response."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """As `prompts.chat_template_kwargs`, for this template."""
+    """Additional arguments for this template, as `prompts.chat_template_kwargs`."""
     prompt_field: str | None = None
-    """Column with the prompt for this model, as text or chat messages. When left out it is the prompt as the
-    policy saw it; a policy with a chat template of its own keeps the raw prompt under `prompts.prompt_field`."""
+    """Column with the prompt for this model, as text or chat messages. `null`: the prompt as the policy saw it. If the
+    policy has a chat template, the raw prompt is under `prompts.prompt_field`."""
     max_tokens: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = 4096
-    """Longer sequences lose tokens at their beginning, so that the end of the response is always scored."""
+    """Maximum sequence length in tokens. Longer sequences are truncated at the start, so that the end of the response
+    is always scored."""
     micro_batch_tokens: Tokens = 8192
-    """Padded tokens per forward pass; bounds the memory."""
+    """Maximum tokens per forward pass, including padding. Limits memory use."""
     trust_remote_code: bool = False
-    """Run model code that comes with the path."""
+    """Run code that comes with the model."""
 
     @model_validator(mode="after")
     def _arguments_have_a_template(self) -> RewardModelSpec:
@@ -202,11 +206,12 @@ class ExactMatchSpec(RewardPart):
     answer_field: str = "answer"
     """Column with the expected response."""
     answer_pattern: Pattern | None = None
-    """The expected answer is only the first group of this, where the column has it last: `#### (.*)` of GSM8K."""
+    """Regular expression whose first group, in its last match in the column, is the expected answer, such as `####
+    (.*)` for GSM8K. `null`: use the whole column."""
     strip: bool = True
-    """Ignore white space at both ends."""
+    """Ignore leading and trailing white space."""
     ignore_case: bool = False
-    """Compare without regard to case."""
+    """Ignore case."""
 
 
 class RegexSpec(RewardPart):
@@ -214,15 +219,16 @@ class RegexSpec(RewardPart):
 
     type: Literal["regex"]
     pattern: Annotated[str, Field(max_length=10_000)]
-    """Python regular expression, of at most 10,000 characters."""  # a megabyte takes two seconds to compile
+    """Python regular expression, at most 10,000 characters."""  # a megabyte takes two seconds to compile
     full_match: bool = False
-    """The whole response must match."""
+    """Require the whole response to match."""
     answer_field: str | None = None
-    """If given, the first group of the match must equal this column."""
+    """Column that the first group of the match must equal. `null`: any match counts."""
     answer_pattern: Pattern | None = None
-    """The expected answer is only the first group of this, where the column has it last: `#### (.*)` of GSM8K."""
+    """Regular expression whose first group, in its last match in the column, is the expected answer, such as `####
+    (.*)` for GSM8K. `null`: use the whole column."""
     timeout_s: Duration = 1.0
-    """Longest time one match may take: a pattern can backtrack for ever."""
+    """Time limit of one match in seconds; a pattern can backtrack forever."""
 
     @field_validator("pattern")
     @classmethod
@@ -244,16 +250,17 @@ Tag = Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")]
 
 
 class FormatSpec(RewardPart):
-    """1 if the response is made of the tags, each once and in this order, with text in each; else 0."""
+    """1 if the response consists of the given tags, each exactly once, in order and non-empty; else 0."""
 
     type: Literal["format"]
     tags: Annotated[tuple[Tag, ...], Field(min_length=1, max_length=64)] = ("think", "answer")
-    """`<think>...</think> <answer>...</answer>`, as in the recipes that follow DeepSeek-R1 (arXiv 2501.12948)."""
+    """Tag names. The default requires `<think>...</think> <answer>...</answer>`, as in recipes based on DeepSeek-R1
+    (arXiv 2501.12948)."""
     opened: bool = False
-    """The prompt already ends with the first opening tag, as with many chat templates: the response starts inside
-    it."""
+    """Set this if the prompt already ends with the first opening tag, as with many chat templates, so that the response
+    starts inside it."""
     only: bool = True
-    """Only white space is allowed outside the tags."""
+    """Allow only white space outside the tags."""
 
     @field_validator("tags")
     @classmethod
@@ -264,14 +271,14 @@ class FormatSpec(RewardPart):
 
 
 class LengthPenaltySpec(RewardPart):
-    """0 up to `free_tokens`, then falling linearly to -1 at `max_tokens` (soft overlong penalty of DAPO,
-    arXiv 2503.14476, eq. 13)."""
+    """Length penalty: 0 up to `free_tokens`, then falling linearly to -1 at `max_tokens` (soft overlong punishment of
+    DAPO, arXiv 2503.14476, eq. 13)."""
 
     type: Literal["length_penalty"]
     free_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
-    """Responses up to this long cost nothing."""
+    """Response length without a penalty, in tokens."""
     max_tokens: Tokens
-    """Responses this long or longer get -1."""
+    """Response length in tokens from which the penalty is -1. Must be larger than `free_tokens`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> LengthPenaltySpec:
@@ -281,20 +288,20 @@ class LengthPenaltySpec(RewardPart):
 
 
 class PythonRewardSpec(RewardPart):
-    """A callable of your own. docs/rewards.md describes its arguments."""
+    """Your own callable. See docs/rewards.md for its arguments."""
 
     type: Literal["python"]
     target: str
-    """`package.module:function`; sync or async."""
+    """Import path, `package.module:function`. The function may be sync or async."""
     batch: bool = False
-    """Call it once with lists, instead of once per sample."""
+    """Call it once with lists instead of once per sample."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments for every call."""
+    """Additional keyword arguments for every call."""
     fields: dict[str, str] = Field(default_factory=dict)
-    """Parameters that are filled from a field of another name, nested ones with dots, or from what every sample has:
-    `{solution_str: response, ground_truth: reward_model.ground_truth}`."""
+    """Parameters to fill from a column with a different name (nested ones with dots) or from a value that every sample
+    has: `{solution_str: response, ground_truth: reward_model.ground_truth}`."""
     timeout_s: Duration = 60.0
-    """Longest time one call may take."""
+    """Time limit of one call, in seconds."""
 
     @field_validator("target")
     @classmethod
@@ -317,4 +324,4 @@ RewardSpec = Annotated[
     | PythonRewardSpec,
     Field(discriminator="type"),
 ]
-"""Rewards: the built-in ones, your own Python callables, and their weighted sum."""
+"""A built-in reward or your own Python callable."""

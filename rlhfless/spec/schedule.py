@@ -1,7 +1,8 @@
-"""The settings of schedules: the order in which steps draw and learn.
+"""Schedule settings: how generation and training steps are ordered.
 
-The *staleness* of a sample is the number of versions that the learner has published since the version which drew it,
-counted when the learner takes the sample: 0 if it is drawn with the newest weights and learned from before others come.
+The *staleness* of a sample is the number of versions the learner has published since the version that generated it,
+counted when the learner takes the sample. It is 0 if the sample was generated with the newest weights and is learned
+before the next version.
 """
 
 from __future__ import annotations
@@ -14,46 +15,45 @@ from rlhfless.spec.base import SpecModel
 from rlhfless.spec.extension import PluginField, PluginSpec
 
 MOST_STALENESS = 16
-"""A version takes the store's memory until no step draws with it, and nobody has reported runs beyond 8."""
+"""A version occupies memory in the store until no step generates with it, and no published run goes beyond 8."""
 
 
 class SyncSpec(SpecModel):
-    """One step after the other: each step draws with the weights that the previous step published."""
+    """One step at a time: each step generates with the weights published by the previous step."""
 
     type: Literal["sync"] = "sync"
 
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 0
-    """Most steps that are drawn while an earlier one is still to be learned from."""
+    """Maximum steps that are generated while an earlier step is not yet learned."""
 
     @property
     def max_staleness(self) -> int:
-        """Most versions that the weights of a sample may be behind."""
+        """Maximum staleness of a sample, in versions."""
         return 0
 
 
 class PartialSpec(SpecModel):
-    """One step after the other; each ends its generation when `prompts_per_step` groups are complete, and learns from
-    these. The unfinished groups keep their tokens, and are continued in the next step with its weights. All groups that
-    are begun are learned from, before the run ends, and each step learns from as many groups as ever: what changes is
-    that groups of long responses are learned from some steps after they were begun."""
+    """One step at a time, with partial rollouts: a step stops generating when `prompts_per_step` groups are complete,
+    and learns from these. Unfinished groups keep their tokens and continue in the next step with its weights. Each step
+    learns from the same number of groups, and every started group is learned before the run ends; groups with long
+    responses are learned a few steps after they were started."""
 
     type: Literal["partial"] = "partial"
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 0
 
     ahead: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Groups under way beyond those that a step learns from, as a share of `prompts_per_step`: so many are unfinished
-    when a step ends its generation. The first step begins them, the last ones begin fewer."""
+    """Additional groups in progress, as a fraction of `prompts_per_step`. This many groups are unfinished when a step
+    stops generating. The first step starts them; the last steps start fewer."""
 
     max_staleness: Annotated[int, Field(ge=1, le=MOST_STALENESS)] = 2
-    """Most versions that the weights of a token may be behind: a group that was begun so many steps ago is waited
-    for."""
+    """Maximum staleness of a token, in versions. A step waits for groups that were started this many steps ago."""
 
 
 class OneStepOffSpec(SpecModel):
-    """Short for `async` with `max_staleness: 1` and `in_flight: false`: while the learner learns a step, the next one
-    is generated, with the weights from before that step. Each step but the first learns from samples that are one
+    """Short for `async` with `max_staleness: 1` and `in_flight: false`: while the learner trains on a step, the next
+    one is generated with the weights from before that step. All steps except the first learn from samples that are one
     version old."""
 
     type: Literal["one_step_off"] = "one_step_off"
@@ -67,18 +67,18 @@ class OneStepOffSpec(SpecModel):
 
 
 class AsyncSpec(SpecModel):
-    """Several steps are drawn at once, ahead of the learner, which takes them in their order. No sample is dropped: a
-    step is only begun when it cannot become too old."""
+    """Generate several steps at once, ahead of the learner, which processes them in order. No sample is dropped: a step
+    starts only if it cannot exceed `max_staleness`."""
 
     type: Literal["async"] = "async"
 
     max_staleness: Annotated[int, Field(ge=1, le=MOST_STALENESS)] = 2
-    """Most versions that the weights of a sample may be behind: so many steps are drawn ahead of the learner."""
+    """Maximum staleness of a sample, in versions. This many steps are generated ahead of the learner."""
 
     in_flight: bool = True
-    """Actors load each version as soon as it is published, while they generate: samples keep their tokens, their KV is
-    computed again, and they continue with the new weights. Without it, engines generate with one version at a time and
-    load between rollouts, so that each sample is of one version; and rollouts of later steps wait for the oldest."""
+    """`true`: actors load each version as soon as it is published, during generation. Samples keep their tokens, their
+    KV cache is recomputed, and they continue with the new weights. `false`: engines load weights only between rollouts,
+    so that each sample comes from a single version; rollouts of later steps wait for the oldest."""
 
     @property
     def steps_ahead(self) -> int:
@@ -87,19 +87,19 @@ class AsyncSpec(SpecModel):
 
 
 IN_TURN = frozenset({"sync", "partial"})
-"""Types that generate a step, and then learn it: nothing overlaps."""
+"""Types without overlap: a step is generated, then learned."""
 
 
 class OwnScheduleSpec(PluginSpec):
-    """Base of the settings of a schedule of your own; see docs/extending.md."""
+    """Base class for the settings of your own schedule; see docs/extending.md."""
 
     in_flight: ClassVar[bool] = False
     """See AsyncSpec."""
 
     @property
     def max_staleness(self) -> int:
-        """Most versions that the weights of a sample may be behind, which the learner keeps for actors that come late.
-        Override it if your schedule draws more than one step ahead, or none."""
+        """Maximum staleness of a sample, in versions; the learner keeps old versions for late actors accordingly.
+        Override it if your schedule generates more than one step ahead, or none."""
         return 1
 
     @property

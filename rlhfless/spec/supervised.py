@@ -1,5 +1,4 @@
-"""Types of run other than RLHF, which learn from written responses: their data, their settings, and the keys that they
-do not have."""
+"""Run types other than RLHF, which learn from written responses: their data, settings, and absent keys."""
 
 from __future__ import annotations
 
@@ -17,42 +16,40 @@ RunType = Literal["rlhf", "sft", "reward_model", "dpo"]
 
 
 class DemonstrationsSpec(WrittenSpec):
-    """What runs of type `sft` learn from: prompts with a written response each."""
+    """Data of runs of type `sft`: prompts with one written response each."""
 
     section: ClassVar[str] = "demonstrations"
 
     response_field: str | None = "response"
-    """Field with the response: a string, or a list of chat messages that the assistant begins and ends. `null`:
-    `prompt_field` has a whole conversation, which the assistant ends; that needs `chat_template`."""
+    """Column with the response: a string, or a list of chat messages that starts and ends with the assistant. `null`:
+    `prompt_field` holds a whole conversation that ends with the assistant, which needs `chat_template`."""
 
     learned_turns: Literal["all", "last"] = "all"
-    """Of a whole conversation (`response_field: null`), learn each message of the assistant or the last one."""
+    """For whole conversations (`response_field: null`): learn all assistant messages, or only the last one."""
 
 
 class PreferencesSpec(WrittenSpec):
-    """What runs of type `reward_model` and `dpo` learn from: prompts with two written responses each, of which one was
-    chosen."""
+    """Data of runs of type `reward_model` and `dpo`: prompts with a chosen and a rejected response each."""
 
     section: ClassVar[str] = "preferences"
 
     chosen_field: str = "chosen"
-    """Field with the better response: a string, a list of chat messages that the assistant begins and ends, or a whole
-    conversation that begins as the rejected one does, which needs no `prompt_field`."""
+    """Column with the better response: a string, a list of chat messages that starts and ends with the assistant, or a
+    whole conversation with the same beginning as the rejected one, which needs no `prompt_field`."""
 
     rejected_field: str = "rejected"
-    """Field with the other response, written alike."""
+    """Column with the other response, in the same form."""
 
 
 class DPOSpec(SpecModel):
-    """Direct preference optimisation (arXiv 2305.18290)."""
+    """Direct preference optimization (arXiv 2305.18290)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the policy is held near the reference: the reward of a response is `beta` times the log ratio of its
-    probabilities by both."""
+    """How strongly the policy is held close to the reference. The implicit reward of a response is `beta` times the log
+    ratio of policy to reference probability."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs that are taken to be labelled the wrong way round (conservative DPO,
-    https://ericmitchell.ai/cdpo.pdf)."""
+    """Assumed fraction of pairs with swapped labels (conservative DPO, https://ericmitchell.ai/cdpo.pdf)."""
 
 
 _OF_RLHF = (
@@ -84,7 +81,7 @@ ABSENT: Mapping[RunType, tuple[str, ...]] = {
     "reward_model": (*_OF_RLHF, *_OF_REFERENCE, "demonstrations", "dpo", "learner.logits_mib", "learner.head_dtype"),
     "dpo": (*_OF_RLHF, "demonstrations"),
 }
-"""Keys that a run of each type does not have: given one is refused, and none is written into its spec.yaml."""
+"""Keys that do not apply to each run type. They are refused if given, and not written to its spec.yaml."""
 
 DATA: Mapping[RunType, str] = {
     "rlhf": "prompts",
@@ -92,11 +89,11 @@ DATA: Mapping[RunType, str] = {
     "reward_model": "preferences",
     "dpo": "preferences",
 }
-"""The section with the data of each type."""
+"""The data section of each run type."""
 
 
 def name_elsewhere(key: str, values: Any) -> str | None:
-    """The dotted key for the setting `key` of another tool, in a spec with these values."""
+    """Return the dotted spec key for another tool's setting `key`, given the spec's values."""
     name = NAMES.get(key)
     run_type = cast(RunType, values.get("type", "rlhf") if isinstance(values, Mapping) else "rlhf")
     if name is None or run_type not in DATA:
@@ -107,7 +104,7 @@ def name_elsewhere(key: str, values: Any) -> str | None:
 
 
 def absent_key_problems(spec: BaseModel, run_type: RunType) -> Iterator[Problem]:
-    """A problem for each key that was given and that the type does not have."""
+    """Yield a problem for each given key that the run type does not have."""
     for key in ABSENT[run_type]:
         if _is_given(spec, key.split(".")):
             what = f"a run of type {run_type} has no such key"
@@ -125,7 +122,7 @@ def _is_given(model: Any, path: list[str]) -> bool:
 
 
 def without_absent(values: dict[str, Any], run_type: RunType) -> dict[str, Any]:
-    """A dumped spec without the keys that its type does not have."""
+    """Return a dumped spec without the keys that its type does not have."""
     left = dict(values)
     for key in ABSENT[run_type]:
         section, _, below = key.partition(".")
