@@ -1,5 +1,4 @@
-"""The spec of a run, as the user writes it. Frozen; unknown keys are refused; every default lives here and only
-here."""
+"""The spec of a run, as users write it. It is frozen, refuses unknown keys, and holds every default."""
 
 from rlhfless.spec.algorithm import (
     AlgorithmSpec,

@@ -247,7 +247,7 @@ def too_large(text: str, figure: int, bound: str, bounds: SizesSpec, owner: str 
 
 
 def driver_bytes(samples: int, bounds: SizesSpec) -> int:
-    """Most memory that a driver needs before its first sample: for `samples` of a step or an evaluation, and for the
-    largest data that the bounds allow for training and evaluation."""
+    """Return the maximum driver memory in bytes before the first sample: for `samples` of a step or evaluation, and for
+    the largest training and evaluation data that the limits allow."""
     data = bounds.prompts * ROW_BYTES + bounds.data_mib * DATA_FACTOR * 2**20
     return samples * SAMPLE_BYTES + 2 * data

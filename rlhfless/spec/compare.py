@@ -1,7 +1,7 @@
-"""Which fields of its spec a resumed run may change.
+"""Fields of its spec that a resumed run may change.
 
-A change that would make it a different run is refused, naming the field: its journal, checkpoints and figures would no
-longer belong together. All other fields (number of steps, number of actors, prices, logging) may change.
+A change that would make it a different run is refused, naming the field, because its journal, checkpoints and metrics
+would no longer belong together. All other fields (number of steps, number of actors, prices, logging) may change.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ MAY_DIFFER = (
     "timeouts",
     "weights",
 )
-"""Fields that a resumed run may change, with all fields below them. Those of learner and critic, and the numbers of
-ranks, change the weights by rounding only."""
+"""Fields that a resumed run may change, including all fields below them. Changes to learner and critic fields and to
+numbers of ranks affect the weights only by rounding."""
 
 
 def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:
-    """Raises InputError that names every field that differs and must not. `source` names the spec that is refused."""
+    """Raise InputError naming every field that differs but must not. `source` names the refused spec."""
     problems = [
         Problem(name, f"{new!r}, but the run began with {old!r}", "set it back, or start a run of its own")
         for name, old, new in differences(before, now)
@@ -64,7 +64,7 @@ def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:
 
 
 def differences(before: RunSpec, now: RunSpec) -> list[tuple[str, Any, Any]]:
-    """(field, value before, value now) of every field that differs; None means that the field is missing."""
+    """Return (field, value before, value now) for every field that differs; None means that the field is missing."""
     old, new = _leaves(before), _leaves(now)
     names = dict.fromkeys((*old, *new))
     return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
@@ -75,6 +75,6 @@ def _may_differ(name: str) -> bool:
 
 
 def _leaves(spec: RunSpec) -> dict[str, Any]:
-    """The value of each field that has no fields of its own."""
+    """Return the value of each field without fields of its own."""
     values = walk(spec.model_dump(mode="json"))
     return {dotted(path): value for path, value in values if not (isinstance(value, dict | list) and value)}

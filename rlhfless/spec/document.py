@@ -1,8 +1,8 @@
 """Parse text into plain data, with the line of every key.
 
-YAML is read by the core schema of YAML 1.2, not PyYAML's 1.1: `off` and `no` are texts, `1e-6` is a number,
-`010` is ten and dates stay texts. JSON is read as JSON. A key given twice is refused, because one of
-the two would silently do nothing. Deliberately not supported: merge keys (`<<`), tags, several documents.
+YAML is read by the core schema of YAML 1.2, not PyYAML's 1.1: `off` and `no` are strings, `1e-6` is a number, `010` is
+ten and dates stay strings. JSON is read as JSON. Duplicate keys are refused, because one of them would silently have no
+effect. Deliberately unsupported: merge keys (`<<`), tags and multiple documents.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from rlhfless.spec.errors import Problem
 Path = tuple[str | int, ...]
 
 MOST_DEPTH = 64
-"""The deepest nesting of sections and lists. The deepest of a spec are some JSON schemas in it."""
+"""Maximum nesting of sections and lists. The deepest parts of a spec are JSON schemas."""
 
 MOST_VALUES = 100_000
 MOST_CHARACTERS = 4 << 20
-"""The size of a document whose aliases are written out: 400 bytes of nested ones stand for more than any memory
-holds."""
+"""Maximum size of a document with its aliases expanded. 400 bytes of nested aliases can expand beyond any memory."""
 
 # YAML in braces seldom starts with a quoted key.
 _JSON_START = re.compile(r'\s*\{\s*["}]')
@@ -49,7 +48,7 @@ class _Loader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Raises DocumentError before Python's own stack ends."""
+        """Raise DocumentError before Python's own stack overflows."""
         if self._depth > MOST_DEPTH:
             event = self.peek_event()  # type: ignore[no-untyped-call]
             raise DocumentError(_too_deep(f"line {event.start_mark.line + 1}"))
@@ -60,7 +59,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML that `_Loader` reads back: it quotes texts that the loader would take for numbers."""
+    """Writes YAML that `_Loader` reads back: it quotes strings that the loader would read as numbers."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
@@ -69,7 +68,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Escape line ends and similar characters: otherwise a YAML reader would fold them."""
+    """Escape line breaks and similar characters, which a YAML reader would fold."""
     return dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
 
 
@@ -81,14 +80,14 @@ for _name, _pattern, _first in _CORE_SCHEMA:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Plain data, and the place at which the user wrote each path (`line 12`)."""
+    """Plain data, and where the user wrote each path (`line 12`)."""
 
     data: Any
     origins: dict[Path, str]
 
 
 class DocumentError(ValueError):
-    """The text is not readable. Carries one `Problem`."""
+    """The text cannot be parsed. Carries one `Problem`."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -96,17 +95,17 @@ class DocumentError(ValueError):
 
 
 def parse(text: str) -> Document:
-    """Read a text as JSON or YAML. Raises DocumentError."""
+    """Parse a text as JSON or YAML. Raises DocumentError."""
     return _parse_json(text) if _JSON_START.match(text) else _parse_yaml(text)
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override, such as `3`, `null`, `[a, b]` or `some text`. Raises DocumentError."""
+    """Parse the value of an override, such as `3`, `null`, `[a, b]` or `some text`. Raises DocumentError."""
     return parse(text).data
 
 
 def dump(data: Any) -> str:
-    """YAML that `parse` reads back as the same data."""
+    """Return YAML that `parse` reads back as the same data."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -136,7 +135,7 @@ def _parse_json(text: str) -> Document:
 
 
 class _Built:
-    """Plain data of YAML's nodes, and where each was written. An alias is written out, and counts each time."""
+    """Plain data from YAML nodes, and where each value was written. Aliases are expanded and count each time."""
 
     def __init__(self) -> None:
         self.origins: dict[Path, str] = {}
@@ -225,7 +224,7 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
 
 
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value in plain data, with its path; a section or list before what is in it."""
+    """Yield every value in plain data with its path; a section or list comes before its content."""
     yield path, value
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -233,5 +232,5 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def dotted(path: Path) -> str:
-    """`("rewards", 0, "weight")` as `rewards.0.weight`."""
+    """Return `("rewards", 0, "weight")` as `rewards.0.weight`."""
     return ".".join(map(str, path))

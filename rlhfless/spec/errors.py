@@ -1,4 +1,4 @@
-"""The errors of a spec. They pickle, because functions raise them in other processes."""
+"""Errors of a spec. They can be pickled, because functions raise them in other processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rlhfless.util.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One fault."""
+    """A single problem."""
 
     where: str
-    """Dotted field of the spec, such as `rewards.0.weight`; empty if the fault belongs to no single field."""
+    """Dotted field of the spec, such as `rewards.0.weight`; empty if no single field is at fault."""
     what: str
-    """What is wrong, with the value."""
+    """Description of the problem, including the value."""
     hint: str = ""
-    """How to correct it."""
+    """How to fix it."""
     origin: str = ""
     """Where the user wrote it: `line 12`, or the `--set` text."""
 
@@ -28,7 +28,7 @@ class Problem:
 
 
 class _Problems(UserError):
-    """An error with all problems of a check, never only the first."""
+    """An error that lists all problems of a check, not only the first."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         super().__init__(source, tuple(problems))
@@ -41,8 +41,8 @@ class _Problems(UserError):
 
 
 class SpecError(_Problems):
-    """The spec cannot be read as a `RunSpec`. `source` is the file."""
+    """The spec is not a valid `RunSpec`. `source` is the file."""
 
 
 class InputError(_Problems):
-    """The spec is well-formed, but what it names (model, prompts, rewards, devices) does not fit."""
+    """The spec is valid, but something it names (model, prompts, rewards, devices) does not fit."""

@@ -1,4 +1,4 @@
-"""Errors of pydantic, rewritten for the user: the field, its value, and the hint."""
+"""Rewrite pydantic's errors for users: field, value and hint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_TYPING_ERRORS = 2
 _MAX_COUNTED = 8
 
 PROBLEMS_ERROR = "problems"
-"""Pydantic's error type for `several` problems that a section's own check has found; its context holds them."""
+"""Pydantic error type for `several` problems found by a section's own check; the error's context holds them."""
 
 
 @runtime_checkable
@@ -42,8 +42,8 @@ class ChoosesModel(Protocol):
 def explain(
     error: ValidationError, model: type[BaseModel], origins: Mapping[Path, str], data: Any = None
 ) -> list[Problem]:
-    """One `Problem` per error of pydantic. `origins` says where the user wrote each path; `data` is the validated data,
-    which decides the model of fields that name a user's own class."""
+    """Return one `Problem` per pydantic error. `origins` gives the place where the user wrote each path. `data` is the
+    validated data, which determines the model of fields that name a user's own class."""
     errors = error.errors(include_url=False)
     # If its items are refused, pydantic also calls the list too short; that would only mislead.
     below = {loc[:length] for loc in (details["loc"] for details in errors) for length in range(len(loc))}
@@ -60,7 +60,7 @@ def explain(
 
 
 def _together(problems: Sequence[Problem]) -> list[Problem]:
-    """Problems of one field in a row, which are those of its alternatives (`auto`, or a number), as one."""
+    """Merge consecutive problems of the same field, which come from its alternatives (such as `auto` or a number)."""
     merged: list[Problem] = []
     for problem in problems:
         before = merged[-1] if merged else None
@@ -74,28 +74,29 @@ def _together(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def several(problems: Sequence[Problem]) -> PydanticCustomError:
-    """An error of a field's own check, each problem at a key below the field, or with an empty `where` at the field."""
+    """Return an error for a field's own check. Each problem's `where` is a key below the field, or empty for the
+    field."""
     text = "; ".join(f"{problem.where}: {problem.what}; {problem.hint}".removeprefix(": ") for problem in problems)
     return PydanticCustomError(PROBLEMS_ERROR, "{text}", {"text": text, "problems": tuple(problems)})
 
 
 def shown(value: object) -> str:
-    """The `repr` of the value without its secrets, cut to a length that fits a message."""
+    """Return the `repr` of the value without secrets, truncated to fit a message."""
     text = repr(redacted(value))
     return text if len(text) <= _MAX_QUOTE else text[: _MAX_QUOTE - 1] + "…"
 
 
 def nearest(word: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
-    """`did you mean ...? ` for the closest of the valid words, or nothing. The cutoff is difflib's."""
+    """Return `did you mean ...? ` for the closest valid word, or an empty string. `cutoff` is difflib's."""
     close = closest(word, valid, cutoff)
     return f"did you mean `{close}`? " if close is not None else ""
 
 
 def closest(word: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid word that `word` most likely stands for; None if none is similar.
+    """Return the valid word that `word` most likely stands for; None if none is similar.
 
-    Typing errors come first, by their number: difflib alone finds `gspo` as similar to `gpro` as `grpo`. Case and the
-    choice of `-` or `_` do not count.
+    Words with the fewest typing errors come first, because difflib alone finds `gspo` as similar to `gpro` as `grpo`.
+    Case and the choice of `-` or `_` are ignored.
     """
     typed = _folded(word)
 
@@ -120,8 +121,8 @@ def _similarity(typed: str, candidate: str) -> float:
 
 
 def _typing_errors(a: str, b: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours that make `a` to `b` (optimal string alignment);
-    more than _MOST_TYPING_ERRORS where the lengths alone say so."""
+    """Return the insertions, deletions, substitutions and swaps of neighbors that turn `a` into `b` (optimal string
+    alignment); more than _MOST_TYPING_ERRORS if the lengths alone rule out fewer."""
     if abs(len(a) - len(b)) > _MOST_TYPING_ERRORS:
         return _MOST_TYPING_ERRORS + 1
     before: list[int] = []
@@ -137,7 +138,7 @@ def _typing_errors(a: str, b: str) -> int:
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key below a model; keys of list items read like `rewards.*.weight`."""
+    """Yield every dotted key below a model. Keys of list items look like `rewards.*.weight`."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         starred = "*." if get_origin(field.annotation) in (tuple, list) else ""
@@ -146,7 +147,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def models(annotation: Any) -> list[type[BaseModel]]:
-    """The models an annotation allows, looking through optionals, unions and lists."""
+    """Return the models an annotation allows, including those in optionals, unions and lists."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) is Annotated:
@@ -158,14 +159,14 @@ def models(annotation: Any) -> list[type[BaseModel]]:
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """Where in the data an error is: below `root`, at pydantic's `loc`."""
+    """The place of an error in the data: pydantic's `loc` below `root`."""
 
     root: type[BaseModel]
     data: Any
     loc: tuple[int | str, ...]
 
     def locate(self) -> tuple[Path, Any]:
-        """The user's path and the annotation there. Pydantic's `loc` also contains the tags of unions."""
+        """Return the user's path and the annotation there. Pydantic's `loc` also contains the tags of unions."""
         path: list[str | int] = []
         annotation: Any = self.root
         value = self.data
@@ -187,13 +188,13 @@ class _Spot:
         return tuple(path), annotation
 
     def model(self) -> type[BaseModel]:
-        """The model in which the last key of `loc` was looked up."""
+        """Return the model in which the last key of `loc` was looked up."""
         above = dataclasses.replace(self, loc=self.loc[:-1])
         return next(iter(models(above.locate()[1])), self.root)
 
 
 def _chosen(annotation: Any, metadata: Iterable[Any], value: Any) -> Any:
-    """The annotation; the model itself if that depends on the value."""
+    """Return the annotation, or the model if that depends on the value."""
     for choice in metadata:
         if isinstance(choice, ChoosesModel):
             with suppress(PydanticCustomError):
@@ -269,7 +270,7 @@ def _key_hint(path: Path, spot: _Spot) -> str:
 
 
 def _types_with(path: Path, root: type[BaseModel]) -> list[str]:
-    """The types of a section, of those that it may have, with the key at the end of a path."""
+    """Return the types of a section that have the key at the end of a path."""
     sections = [root]
     for key in path[:-1]:
         if isinstance(key, str):
@@ -299,14 +300,14 @@ def _description(path: Path, spot: _Spot) -> str:
 
 
 def tag_of(model: type[BaseModel]) -> str:
-    """The value of its literal `type`; empty if it has none."""
+    """Return the value of the model's literal `type`; empty if it has none."""
     field = model.model_fields.get("type")
     literal = field.annotation if field else None
     return str(get_args(literal)[0]) if get_origin(literal) is Literal else ""
 
 
 def origin_of(path: Path, origins: Mapping[Path, str]) -> str:
-    """Where the path was written, or else the nearest section around it (for keys that are missing)."""
+    """Return where the user wrote the path, or the nearest enclosing section for missing keys."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return origins[path[:length]]
@@ -314,7 +315,7 @@ def origin_of(path: Path, origins: Mapping[Path, str]) -> str:
 
 
 def counted(noun: str, items: Iterable[str]) -> str:
-    """`tensor a`, or `3 tensors: a, b, c`; the first _MAX_COUNTED are named, and the others counted."""
+    """Return `tensor a`, or `3 tensors: a, b, c`, naming at most _MAX_COUNTED items."""
     listed = list(items)
     if len(listed) == 1:
         return f"{noun} {listed[0]}"

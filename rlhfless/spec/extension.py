@@ -1,15 +1,15 @@
-"""Plugin fields: fields of the spec that name a part of the run, which is built in or the user's own.
+"""Plugin fields: spec fields that name a part of the run, either built in or the user's own.
 
     algorithm: {type: grpo, clip_high: 0.3}                 built in, by its short name
-    algorithm: {type: my_module:LeaveOneOut, scale: 2}      the user's own, by import path, with keys of its own
+    algorithm: {type: my_module:LeaveOneOut, scale: 2}      the user's own, by import path, with its own keys
 
-A short text alone (`algorithm: grpo`) stands for `{type: grpo}`. An import path names a class whose attribute
-`Settings` is a subclass of PluginSpec: its fields are the keys, and unknown keys are refused as everywhere. The class
-is checked and its keys are validated when the spec is loaded. The RunSpec then holds an instance of
-`Settings`, and `make(settings)` makes the algorithm, schedule or policy itself, in any process that needs it.
+A string alone (`algorithm: grpo`) stands for `{type: grpo}`. An import path names a class whose attribute `Settings` is
+a subclass of PluginSpec. The fields of `Settings` are the keys; unknown keys are refused. The class is checked and its
+keys are validated when the spec is loaded. The RunSpec then holds an instance of `Settings`, and `make(settings)`
+creates the algorithm, schedule or policy in any process that needs it.
 
 Invariant: a PluginSpec is sent to other processes as plain data, with the folders to import from. An instance of a
-user's class cannot be: to unpickle it, its module would have to be imported before our code could say from where.
+user's class cannot be sent: unpickling it would import its module before our code could set the import path.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ class PluginSpec(SpecModel):
 
 @dataclass(frozen=True, slots=True)
 class PluginField:
-    """Annotate a field that names a part of the run: `Annotated[BuiltInSpec | PluginSpec, PluginField(...)]`."""
+    """Annotates a field that names a part of the run: `Annotated[BuiltInSpec | PluginSpec, PluginField(...)]`."""
 
     noun: str
-    """The kind of part, as messages call it: `algorithm`."""
+    """The kind of part, as named in messages, such as `algorithm`."""
     built_in: tuple[type[SpecModel], ...]
-    """The built-in settings classes, each with its short name as the literal `type`; the first is the default, and
-    without any the user's own must be named."""
+    """Built-in settings classes, each with its short name as the literal `type`. The first is the default; if empty,
+    users must name their own class."""
     methods: tuple[str, ...]
-    """The attributes that a user's own class must have."""
+    """Attributes that a user's own class must have."""
     settings: type[PluginSpec] = PluginSpec
-    """The base class of the `Settings` of a user's own class."""
+    """Base class of the `Settings` of a user's own class."""
 
     def model_of(self, value: Any) -> type[SpecModel]:
-        """The settings class that validates `value`, as written in the spec; the default's if `value` names none.
+        """Return the settings class that validates `value`, as written in the spec; the default's if `value` names
+        none.
 
         Raises PydanticCustomError if the name is unknown.
         """
@@ -76,7 +77,7 @@ class PluginField:
         raise _error(value, f"{name!r} is no {self.noun}", hint)
 
     def _own(self, target: str) -> type[PluginSpec]:
-        """Raises TargetError."""
+        """Return the settings class of a user's own class. Raises TargetError."""
         if not IMPORT_PATH.fullmatch(target):
             raise TargetError(f"{target!r} is no import path", "write it as `package.module:Name`")
         loaded = load_target(target)
@@ -104,7 +105,8 @@ class PluginField:
         )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Built-in settings in full. Of a user's own class only the key `type`: its other keys are in its module."""
+        """Return a schema with built-in settings in full. For a user's own class, only `type` is included, because its
+        other keys are in its module."""
         own = {
             "type": "object",
             "description": inspect.getdoc(PluginSpec),
@@ -116,14 +118,14 @@ class PluginField:
 
 
 def make(settings: SpecModel, built_in: Mapping[str, str]) -> Any:
-    """Make the algorithm, schedule or policy from its settings. `built_in` maps short names to import paths, so that
+    """Create the algorithm, schedule or policy from its settings. `built_in` maps short names to import paths, so that
     only the class in use is imported. Raises TargetError."""
     name = str(getattr(settings, "type", ""))
     return load_target(built_in.get(name, name))(settings)
 
 
 def _restored(data: Mapping[str, Any], paths: Sequence[str]) -> PluginSpec:
-    """A PluginSpec in another process. Raises InputError if its module cannot be imported there."""
+    """Restore a PluginSpec in another process. Raises InputError if its module cannot be imported there."""
     add_import_paths(paths)
     target = data["type"]
     try:
@@ -133,7 +135,7 @@ def _restored(data: Mapping[str, Any], paths: Sequence[str]) -> PluginSpec:
 
 
 def _settings_class(loaded: Any, target: str, base: type[PluginSpec]) -> type[PluginSpec]:
-    """Raises TargetError if the class has no settings of the right kind."""
+    """Return the `Settings` of a class. Raises TargetError if it has none of the right kind."""
     settings = getattr(loaded, "Settings", None)
     if inspect.isclass(settings) and issubclass(settings, base):
         return settings
@@ -142,7 +144,7 @@ def _settings_class(loaded: Any, target: str, base: type[PluginSpec]) -> type[Pl
 
 
 def _name(value: Any) -> str | None:
-    """The `type` in a value of the spec, if it has one."""
+    """Return the `type` in a spec value, or None."""
     named = value.get("type") if isinstance(value, Mapping) else value
     return named if isinstance(named, str) else None
 

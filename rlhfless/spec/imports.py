@@ -1,8 +1,8 @@
-"""From `package.module:name` to the object: code of the user that a spec names.
+"""Import user code that a spec names as `package.module:name`.
 
-The folder of the spec and then the current folder are searched last, so that a user's own file is found without being
-installed and cannot hide an installed package of the same name. Other processes have another current folder: they are
-given `import_paths()` and call `add_import_paths` before they import code of the user.
+The spec's folder and then the current folder are searched last, so that a user's own file is found without installation
+and cannot hide an installed package of the same name. Other processes have a different current folder: they receive
+`import_paths()` and call `add_import_paths` before they import user code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from rlhfless.spec.explain import nearest
 
 IMPORT_PATH = re.compile(r"[\w.]+:[\w.]+")
-"""The form of an import path. The short name of a built-in class has no colon."""
+"""Pattern of an import path. Short names of built-in classes have no colon."""
 
 # Frames between our call and the user's code: the calling files, and the import system's.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -32,7 +32,7 @@ _NOT_THEIRS = (
 
 
 _spec_folders: list[str] = []
-"""The folders of the spec that was read last."""
+"""The folders of the most recently read spec."""
 
 
 class TargetError(Exception):
@@ -48,8 +48,8 @@ class TargetError(Exception):
 
 
 def search_in(folders: Iterable[str]) -> None:
-    """Look for the user's modules in the folders of a spec too, before the current folder; no longer in those of the
-    spec before."""
+    """Search the user's modules in a spec's folders too, before the current folder, instead of in the previous
+    spec's."""
     for folder in set(_spec_folders) & set(sys.path):
         sys.path.remove(folder)
     _spec_folders[:] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
@@ -59,13 +59,13 @@ def search_in(folders: Iterable[str]) -> None:
 
 
 def folders_in_use() -> list[str]:
-    """The folders of the spec from which modules were imported."""
+    """Return the spec's folders from which modules were imported."""
     files = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
     return [folder for folder in _spec_folders if any(file.startswith(folder + os.sep) for file in files)]
 
 
 def load_target(target: str) -> Any:
-    """Import what `target` names. Raises TargetError."""
+    """Import and return the target. Raises TargetError."""
     module_name, _, attribute = target.partition(":")
     loaded = _module(target, module_name)
     for name in attribute.split("."):
@@ -78,7 +78,7 @@ def load_target(target: str) -> Any:
 
 
 def cause(error: BaseException) -> str:
-    """`ValueError: text (file.py:12)`, with the last line of the user's own code in the traceback."""
+    """Return `ValueError: text (file.py:12)`, with the last line of the user's own code in the traceback."""
     text = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError):
         return f"{text} ({error.filename}:{error.lineno})"
@@ -88,7 +88,7 @@ def cause(error: BaseException) -> str:
 
 
 def is_importable(module: str) -> bool:
-    """Whether `load_target` would find a module or package; no code of the user is imported."""
+    """Return whether `load_target` would find a module or package, without importing user code."""
     current = os.getcwd()
     folders: Iterable[str] | None = [*sys.path, *([current] if current not in sys.path else [])]
     name = ""
@@ -106,12 +106,12 @@ def is_importable(module: str) -> bool:
 
 
 def import_paths() -> tuple[str, ...]:
-    """The folders from which this process imports, for `add_import_paths` of another process."""
+    """Return the folders from which this process imports, for `add_import_paths` in another process."""
     return tuple(path for path in sys.path if path)
 
 
 def add_import_paths(paths: Iterable[str]) -> None:
-    """Search these folders before others on every import of this process."""
+    """Search these folders before others on every import in this process."""
     sys.path[:0] = [path for path in paths if path not in sys.path]
 
 

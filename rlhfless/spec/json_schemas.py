@@ -1,4 +1,4 @@
-"""JSON schemas of users. Each is resolved within itself: nothing that it refers to is fetched or opened."""
+"""Users' JSON schemas. References are resolved only within the schema: nothing is fetched or opened."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def schema_validator(schema: Any) -> Validator:
-    """A validator of the draft that the schema names. Raises ValueError if it is no JSON schema, or refers to something
-    that is not in the schema itself (nor is one of the drafts, which are in memory)."""
+    """Return a validator of the draft that the schema names. Raises ValueError if it is not a JSON schema, or refers to
+    anything outside itself other than the drafts, which are in memory."""
     # Here, because a spec without such a reward should not wait for the imports.
     import jsonschema
     from jsonschema.validators import validator_for
@@ -37,7 +37,7 @@ def schema_validator(schema: Any) -> Validator:
 
 
 def _outside(schema: Any, draft: str) -> Iterator[str]:
-    """References that lead out of the schema, in all parts that a reference or a keyword reaches."""
+    """Yield references that lead out of the schema, in all parts that a reference or keyword reaches."""
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import specification_with

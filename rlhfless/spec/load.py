@@ -1,9 +1,9 @@
-"""From a spec file and overrides to a `RunSpec`, with every problem reported at once.
+"""Load a spec file and overrides into a `RunSpec`, and report all problems at once.
 
 Relative paths in a file are relative to the file's folder, and modules that it names are searched there, so that a spec
-works from anywhere. Paths in an override are
-relative to the current folder, as a shell completes them. A name that is not a path there (`Qwen/Qwen3-0.6B`) is left
-unchanged: it may be a hub name. Output paths are always relative to the current folder.
+works from anywhere. Paths in an override are relative to the current folder, matching shell completion. A name that is
+not a path there (`Qwen/Qwen3-0.6B`) is left unchanged: it may be a hub name. Output paths are always relative to the
+current folder.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _RENAME = "rename the file or folder, or write the character in full"
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".yaml", ".yml"})
 
 SPEC_FILE = "spec.yaml"
-"""The spec of a run, in its folder, with every default filled in."""
+"""File in the run's folder with its spec, including all defaults."""
 
 IMPORTS_FILE = "imports.txt"
-"""The folders from which a run imports the user's modules, one a line, beside its spec, for when it is resumed."""
+"""File next to a run's spec that lists the folders from which it imports the user's modules, one per line, for
+resuming."""
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -48,7 +49,8 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def load_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What `load_spec` makes a spec of: the keys that the user has written, with absolute paths. Raises SpecError."""
+    """Return the values that `load_spec` validates: the keys the user has written, with absolute paths. Raises
+    SpecError."""
     return _load(path, overrides)[1]
 
 
@@ -90,23 +92,24 @@ def _load(path: str | Path, overrides: Sequence[str]) -> tuple[RunSpec, dict[str
 
 
 def json_schema(model: type[BaseModel] = RunSpec) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of a spec file, or of another one, for editors and other tools."""
+    """Return the JSON schema (draft 2020-12) of a spec file or another model, for editors and other tools."""
     schema = model.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def set_yaml(spec: RunSpec) -> str:
-    """The keys that were given, without defaults. `load_spec` reads it back as an equal spec."""
+    """Return the keys that were given, without defaults, as YAML. `load_spec` reads it back as an equal spec."""
     return document.dump(spec.model_dump(mode="json", exclude_unset=True))
 
 
 def resolved_yaml(spec: RunSpec) -> str:
-    """The whole spec with every default filled in. `load_spec` reads it back as an equal spec."""
+    """Return the whole spec, including all defaults, as YAML. `load_spec` reads it back as an equal spec."""
     return document.dump(spec.model_dump(mode="json"))
 
 
 def _unicode_problems(data: Any, origins: Mapping[document.Path, str]) -> list[Problem]:
-    """Texts of a spec become names of files, metrics and replicas, so texts that cannot be stored are refused."""
+    """Return a problem for each string that cannot be stored, because strings become names of files, metrics and
+    replicas."""
     return [
         Problem(dotted(path), _not_unicode(text), _RENAME, origin_of(path, origins))
         for path, text in _texts(data)
@@ -119,7 +122,7 @@ def _not_unicode(text: str) -> str:
 
 
 def _texts(data: Any) -> Iterator[tuple[document.Path, str]]:
-    """All texts in the data, each with its place; of a key it is the section that has it."""
+    """Yield all strings in the data, each with its path; for a key, the path of its section."""
     for path, value in document.walk(data):
         if path and isinstance(path[-1], str):
             yield path[:-1], path[-1]
@@ -128,7 +131,7 @@ def _texts(data: Any) -> Iterator[tuple[document.Path, str]]:
 
 
 def _read(path: Path) -> str:
-    """The text of the file. Raises SpecError if it cannot be read."""
+    """Return the text of the file. Raises SpecError if it cannot be read."""
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             raise SpecError(str(path), [Problem("", "is a folder, not a spec file")])
@@ -146,7 +149,7 @@ def _read(path: Path) -> str:
 
 
 def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]) -> None:
-    """Apply one `a.b=c` to the data in place. Raises DocumentError."""
+    """Apply one `a.b=c` override to the data in place. Raises DocumentError."""
     key, equals, value_text = text.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
@@ -175,7 +178,7 @@ def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]
 
 
 def _step(section: Any, part: str, path: document.Path, text: str) -> Any:
-    """The key or index of the next level in a section or list. Raises DocumentError if it has none of that name."""
+    """Return the key or index of the next level in a section or list. Raises DocumentError if there is none."""
     if isinstance(section, dict):
         return part
     hint = ""
@@ -190,7 +193,7 @@ def _step(section: Any, part: str, path: document.Path, text: str) -> Any:
 
 
 def _resolve_paths(data: dict[str, Any], base: Path) -> None:
-    """Make the paths in the data absolute, in place. Values of a wrong type are left to validation."""
+    """Make the paths in the data absolute, in place. Values of a wrong type are left for validation to report."""
     marks = locations(RunSpec)
     for path, value in list(document.walk(data)):
         mark = marks.get(dotted(tuple("*" if isinstance(key, int) else key for key in path)))
@@ -213,9 +216,9 @@ M = TypeVar("M", bound=SpecModel)
 
 
 def read_values(path: str | os.PathLike[str], model: type[M], hint: str) -> M:
-    """The values of a YAML or JSON file. `hint` is for a file that cannot be read.
+    """Read the values of a YAML or JSON file. `hint` is shown if the file cannot be read.
 
-    Raises InputError with all problems: file, line, field, value, and the hint.
+    Raises InputError with all problems: file, line, field, value and hint.
     """
     try:
         parsed = document.parse(Path(path).read_text("utf-8"))
@@ -230,12 +233,12 @@ def read_values(path: str | os.PathLike[str], model: type[M], hint: str) -> M:
 
 
 def targets(spec: BaseModel) -> tuple[str, ...]:
-    """The import paths, such as `my_rewards:score`, sorted."""
+    """Return the import paths in a spec, such as `my_rewards:score`, sorted."""
     return tuple(sorted(set(fields_of_targets(spec).values())))
 
 
 def fields_of_targets(spec: BaseModel) -> dict[str, str]:
-    """The same by the dotted field that names each."""
+    """Return the import paths in a spec, by dotted field."""
     return dict(_targets(spec, ""))
 
 

@@ -1,4 +1,4 @@
-"""Keys and values that a `run.yaml` may no longer have, each with what to use instead.
+"""Keys and values that were removed from specs, each with a replacement.
 
 A spelling is a dotted key (`schedule.streaming`), with `*` for the index of a list item (`rewards.*.weight`), or a key
 and a value (`algorithm.type=remax`). A section's short form (`algorithm: remax`) counts as its `type`.
@@ -57,7 +57,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""Removed from a run's spec: by spelling, the way out."""
+"""Spellings removed from a run's spec, with a hint for each."""
 
 REMOVED_FROM_SCENARIOS: Mapping[str, str] = MappingProxyType(
     {key: hint for key, hint in REMOVED.items() if key.startswith(("schedule.", "placement."))}
@@ -70,7 +70,7 @@ REMOVED_FROM_SCENARIOS: Mapping[str, str] = MappingProxyType(
 
 
 def removed_problems(data: Any, removed: Mapping[str, str]) -> Iterator[tuple[Path, Problem]]:
-    """A problem for each removed spelling in plain `data`, with its path; the problem has no origin yet."""
+    """Yield a problem for each removed spelling in plain `data`, with its path. The problem has no origin yet."""
     for path, value in walk(data):
         key = dotted(tuple("*" if isinstance(part, int) else part for part in path))
         with_value = (f"{key}={value}", f"{key}.type={value}") if isinstance(value, str) else ()
@@ -112,4 +112,5 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch_dtype": "model.dtype",
     }
 )
-"""Dotted key of a spec of type `rlhf` by the name elsewhere. Only settings that mean nearly the same are here."""
+"""Dotted spec keys of type `rlhf` by their names in other tools. Only settings with nearly the same meaning are
+listed."""

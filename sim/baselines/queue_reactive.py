@@ -39,67 +39,68 @@ Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
 
 
 class RayServeSpec(SpecModel):
-    """Ray Serve's autoscaler. Defaults: `AutoscalingConfig` of Ray 2.60 (ray/serve/config.py)."""
+    """Ray Serve's autoscaler. Defaults are those of `AutoscalingConfig` in Ray 2.60 (ray/serve/config.py)."""
 
     type: Literal["queue_reactive_ray_serve"] = "queue_reactive_ray_serve"
 
     target_ongoing_requests: Annotated[float, Field(gt=0)] = 2.0
-    """Running and queued requests per replica."""
+    """Target number of running and queued requests per replica."""
     upscale_delay_s: Seconds = 30.0
-    """How long more replicas must be wanted before any is added."""
+    """Seconds that more replicas must be wanted before any is added."""
     downscale_delay_s: Seconds = 600.0
-    """How long fewer replicas must be wanted before any is removed."""
+    """Seconds that fewer replicas must be wanted before any is removed."""
     look_back_period_s: Duration = 30.0
-    """Window over which requests are averaged."""
+    """Window over which requests are averaged, in seconds."""
     interval_s: Duration = 0.1
-    """Between two decisions: `CONTROL_LOOP_INTERVAL_S` (ray/serve/_private/constants.py)."""
+    """Seconds between two decisions: `CONTROL_LOOP_INTERVAL_S` (ray/serve/_private/constants.py)."""
 
 
 class KnativeSpec(SpecModel):
-    """Knative's pod autoscaler. Defaults: the ConfigMap `config-autoscaler` of Knative Serving."""
+    """Knative's pod autoscaler. Defaults are those of the ConfigMap `config-autoscaler` of Knative Serving."""
 
     type: Literal["queue_reactive_knative"] = "queue_reactive_knative"
 
     target_concurrency: Annotated[float, Field(gt=0)] = 100.0
-    """`container-concurrency-target-default`."""
+    """`container-concurrency-target-default`: target number of concurrent requests per replica."""
     target_share: Annotated[float, Field(gt=0, le=1)] = 0.7
-    """`container-concurrency-target-percentage`."""
+    """`container-concurrency-target-percentage`, as a fraction."""
     stable_window_s: Duration = 60.0
-    """Window over which concurrency is averaged outside of panic."""
+    """Window over which concurrency is averaged outside panic mode, in seconds."""
     panic_window_share: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """`panic-window-percentage`: a panic window of 6 s."""
+    """`panic-window-percentage`, as a fraction of the stable window; the default is a panic window of 6 s."""
     panic_threshold: Annotated[float, Field(ge=1)] = 2.0
-    """`panic-threshold-percentage`: panic when the short window asks for at least this multiple of the replicas."""
+    """`panic-threshold-percentage`, as a factor: panic mode starts when the panic window asks for at least this
+    multiple of the current replicas."""
     max_scale_up_rate: Annotated[float, Field(gt=1)] = 1000.0
-    """Most replicas after a decision, by those before it."""
+    """Largest ratio of replicas after a decision to replicas before it."""
     max_scale_down_rate: Annotated[float, Field(gt=1)] = 2.0
-    """Most replicas before a decision, by those after it."""
+    """Largest ratio of replicas before a decision to replicas after it."""
     scale_to_zero_grace_s: Seconds = 30.0
-    """How long the last replica is kept after the decision to scale to zero."""
+    """Seconds the last replica is kept after the decision to scale to zero."""
     interval_s: Duration = 2.0
-    """`tick-interval`."""
+    """`tick-interval`: seconds between two decisions."""
 
 
 class KedaSpec(SpecModel):
-    """KEDA with the horizontal pod autoscaler under it. Defaults: KEDA's ScaledObject specification and Kubernetes'
-    `HorizontalPodAutoscaler` v2."""
+    """KEDA on top of the Kubernetes horizontal pod autoscaler. Defaults are those of KEDA's ScaledObject specification
+    and of `HorizontalPodAutoscaler` v2."""
 
     type: Literal["queue_reactive_keda"] = "queue_reactive_keda"
 
     target_value: Annotated[float, Field(gt=0)] = 5.0
-    """Queue length per replica. KEDA's scalers differ; most of its scalers for message queues use 5."""
+    """Target queue length per replica. KEDA's scalers differ; most of those for message queues use 5."""
     polling_s: Duration = 30.0
-    """`pollingInterval`: how often KEDA checks for work while there is no replica."""
+    """`pollingInterval`: seconds between two checks for work while there is no replica."""
     cooldown_s: Seconds = 300.0
-    """`cooldownPeriod`: the last replica is released after this long without work."""
+    """`cooldownPeriod`: seconds without work after which the last replica is released."""
     sync_s: Duration = 15.0
-    """`--horizontal-pod-autoscaler-sync-period`."""
+    """`--horizontal-pod-autoscaler-sync-period`: seconds between two decisions."""
     tolerance: Annotated[float, Field(ge=0)] = 0.1
-    """`--horizontal-pod-autoscaler-tolerance`: a ratio this close to 1 changes nothing."""
+    """`--horizontal-pod-autoscaler-tolerance`: ratios this close to 1 change nothing."""
     downscale_window_s: Seconds = 300.0
-    """`behavior.scaleDown.stabilizationWindowSeconds`: the highest recommendation of this time counts."""
+    """`behavior.scaleDown.stabilizationWindowSeconds`: the highest recommendation within this many seconds applies."""
     upscale_pods: Processes = 4
-    """`behavior.scaleUp`: in each 15 s at most this many replicas more, or twice as many, whichever is more."""
+    """`behavior.scaleUp`: every 15 s, replicas may grow by this number or double, whichever is more."""
 
 
 class MetricWindow:

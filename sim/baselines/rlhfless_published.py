@@ -52,21 +52,22 @@ from rlhfless.spec.base import MOST_S, SpecModel, Steps
 
 
 class RLHFlessPaperSpec(SpecModel):
-    """RLHFless as published (arXiv 2602.22718); docs/policies.md gives the source of each figure."""
+    """RLHFless as published (arXiv 2602.22718). See docs/policies.md for the source of each value."""
 
     type: Literal["rlhfless_published"] = "rlhfless_published"
 
     time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Lambda: the weight of the normalised time against the normalised cost."""
+    """Lambda: weight of normalized time against normalized cost."""
     window: Steps = 1
-    """Window of the EWMA of a prompt's lengths: alpha = 2 / (window + 1), so with 1 only the last visit counts."""
+    """Window of the EWMA of a prompt's lengths: alpha = 2 / (window + 1). With 1, only the last visit counts."""
     cut_share: Annotated[float, Field(gt=0, le=1)] = 0.7
-    """Tau: an actor is cut when this share of its samples has ended."""
+    """Tau: an actor is cut when this fraction of its samples has finished."""
     first_guess_tokens: Annotated[float, Field(ge=1)] = 128.0
-    """Assumed length of a response before any was seen. Later, a prompt without history gets the mean of all
-    responses."""
+    """Assumed response length in tokens before any response was seen. Later, a prompt without history gets the mean of
+    all responses."""
     prewarm_buffer_s: Annotated[float, Field(ge=0, le=MOST_S)] = 5.0
-    """Actors are to be up this long before the next step is expected, by the shortest step so far."""
+    """Seconds before the next step is expected at which actors should be ready. The expectation is based on the
+    shortest step so far."""
 
 
 class RLHFlessPublished:

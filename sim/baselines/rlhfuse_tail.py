@@ -35,12 +35,12 @@ spends more on its sequences than on the weights that they share, and gathering 
 
 
 class TailSpec(SpecModel):
-    """RLHFuse's fusion of generation with the stages after it (arXiv 2409.13221)."""
+    """RLHFuse's fusion of generation with the following stages (arXiv 2409.13221)."""
 
     type: Literal["rlhfuse_tail"] = "rlhfuse_tail"
 
     tail_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The share of the step's samples that remain when the tail is moved together."""
+    """Fraction of the step's samples remaining at which the tail is migrated to fewer actors."""
 
 
 class RLHFuseTail:

@@ -1,4 +1,4 @@
-"""The machines of a scenario, their prices, and the transport of weights and KV between them."""
+"""Machines of a scenario, their prices, and how weights and KV are transported between them."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ class MachinesSpec(SpecModel):
     """Machines of one kind."""
 
     kind: str
-    """Device kind, as the price book and the device table name it."""
+    """Device kind, as named in the price book and the device table."""
 
     nodes: Count = 1
-    """Number of machines. Left out of a cluster of `serverless` containers, there are as many as the run can use: an
-    actor for each prompt of a step, and the learner."""
+    """Number of machines. If omitted with `serverless`, as many as the run can use: one actor for each prompt of a
+    step, plus the learner."""
 
     devices_per_node: Count
-    """Devices of each machine."""
+    """Devices per machine."""
 
     tenure: Literal["rented", "spot", "owned"] = "rented"
-    """`rented`: on demand. `spot`: at the spot price, and taken away at times. `owned`: paid for, used or not."""
+    """`rented`: on demand. `spot`: at the spot price, with occasional interruptions. `owned`: paid for, used or not."""
 
     released_value: Annotated[float, Field(ge=0, le=1)] | None = None
-    """For owned devices: share of the price that a released device earns, because other users pay for it."""
+    """For owned devices: fraction of the price that a released device earns from other users, from 0 to 1. Required for
+    `owned`; not allowed otherwise."""
 
     rented_by: Literal["node", "device"] | None = None
-    """Whether whole nodes are rented, which are paid for as long as the run lasts, or single devices; by the price book
-    when left out. Not for owned devices."""
+    """Rental unit. `node`: whole nodes, paid for as long as the run lasts. `device`: single devices. Not allowed for
+    owned devices. `null`: from the price book."""
 
     stragglers: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the devices that are slow, rounded down to whole devices: the last ones."""
+    """Fraction of slow devices, rounded down to whole devices. The last devices are the slow ones."""
 
     straggler_slowdown: Annotated[float, Field(ge=1)] = 1.3
-    """How much longer an iteration takes on a slow device: a factor."""
+    """Factor by which an iteration takes longer on a slow device."""
 
     @model_validator(mode="after")
     def _fits(self) -> MachinesSpec:
@@ -77,60 +78,61 @@ class MachinesSpec(SpecModel):
 
 
 class BillingTermsSpec(SpecModel):
-    """The seller's terms."""
+    """Billing terms of the provider."""
 
     granularity_s: NotNegative = 0.0
-    """Time is rounded up to a multiple of this; 0 bills the time used."""
+    """Billing increment in seconds; time is rounded up to a multiple of it. 0: bill the exact time."""
 
     minimum_s: NotNegative = 0.0
-    """Shortest time that is billed."""
+    """Minimum billed time, in seconds."""
 
 
 class ServerlessSpec(SpecModel):
-    """Containers that are rented by the second: a replica that is released is not paid for, and comes back from a
-    snapshot. The learner holds its devices only for its work of a step. Figures with sources are in
-    docs/simulate.md."""
+    """Serverless containers, rented by the second. A released replica costs nothing and is restored from a snapshot.
+    The learner holds its devices only while it works on a step. See docs/simulate.md for figures and sources."""
 
     premium: Positive = 1.0
-    """The seller's price by that of the price book. In 2026 sellers by the second took 1.26 to 1.80."""
+    """Ratio of the provider's price to that of the price book. In 2026, providers that bill by the second charged 1.26
+    to 1.80 times as much."""
 
     restore_s: NotNegative = 14.0
-    """Seconds until a replica is up, in place of a cold start; they are paid for. An engine of vLLM from a snapshot of
-    its memory took 13.8 s in the mean, a container 35 to 45 s."""
+    """Seconds to restore a replica, instead of a cold start. This time is billed. Restoring a vLLM engine from a memory
+    snapshot took 13.8 s on average; restoring a container took 35 to 45 s."""
 
     state_bytes_per_s: Positive = 1e9
-    """Rate at which each device of the learner reads its state from a store before its work of a step, and writes it
-    back: an assumption. It is paid for, and with the learner's restore it is done during generation; a step waits for
-    it where its generation is shorter."""
+    """Rate at which each learner device reads its state from storage before it works on a step, and writes it back, in
+    bytes per second; an assumption. This time is billed. It overlaps with generation, as does the learner's restore; a
+    step waits for it only if its generation is shorter."""
 
 
 class ClusterSpec(SpecModel):
     """All machines that a policy may use, and how they are billed."""
 
     machines: Annotated[tuple[MachinesSpec, ...], Field(min_length=1)]
-    """One kind; or two, of which the learner has the first and generation the second, with placement
-    `disaggregated`."""
+    """Either one kind, or two kinds with placement `disaggregated`: the first for the learner, the second for
+    generation."""
 
     prices: str | None = None
-    """Price book (YAML); the bundled one when left out."""
+    """Price book (YAML). `null`: the bundled one."""
 
     devices: str | None = None
-    """Your own devices (YAML, in the form of rlhfless/scaling/devices.yaml), in addition to the bundled table; with a
-    `price` there a kind needs none in the price book."""
+    """Your own devices (YAML, in the format of rlhfless/scaling/devices.yaml), in addition to the bundled table. A kind
+    with a `price` there needs none in the price book. `null`: only the bundled table."""
 
     provisioning_s: NotNegative = 0.0
     """Seconds to provision a machine that has not been used yet. 0: all machines run from the start."""
 
     billing: BillingTermsSpec | None = None
-    """How the time of rented devices is billed; by the price book when left out."""
+    """Billing terms of rented devices. `null`: from the price book."""
 
     reacquire_s: NotNegative = 0.0
-    """Seconds to get a device back that was given back, each time it is no longer paid for. 0: at once, as if nobody
-    else were waiting. What slept on it is gone, so a cold start follows. Policies whose users keep the whole cluster
-    never give one back."""
+    """Seconds to get a released device back, once it is no longer paid for. 0: immediately, as if there were no other
+    users. State of sleeping replicas on the device is lost, so a cold start follows. Does not affect policies that
+    always keep the whole cluster."""
 
     serverless: ServerlessSpec | None = None
-    """Devices are those of a seller of containers. Functions then share none: with placement `disaggregated`."""
+    """Use serverless containers. Functions then share no devices, so placement must be `disaggregated`. `null`:
+    ordinary machines."""
 
     def sheet(self, kind: str) -> DeviceSheet:
         """Return the data sheet of a kind of device."""
@@ -184,55 +186,56 @@ class ClusterSpec(SpecModel):
 def uncounted_nodes(devices_per_node: int, prompts: int, actor_devices: int, learner_devices: int | None) -> int:
     """Return the number of machines that a run can use.
 
-    They hold an actor for each prompt of a step, and the learner, which takes one machine by default.
+    They hold one actor per prompt of a step, plus the learner, which takes one machine by default.
     """
     return -(-(prompts * actor_devices + (learner_devices or devices_per_node)) // devices_per_node)
 
 
 class TransportSpec(SpecModel):
-    """How weights reach the actors at the beginning of a step. Defaults are the priors of
-    rlhfless/scaling/fleet_constants.py, which has their sources."""
+    """How weights reach the actors at the start of a step. The defaults are the priors of
+    rlhfless/scaling/fleet_constants.py, which gives their sources."""
 
     kind: SimulatedTransport = "auto"
-    """As `weights.transport` of a run. `auto`: the learner writes a file to its node's memory, which each other node
-    pulls once. `nccl`: it writes that file, too, and broadcasts it to actors that are never released and share no GPU
-    with it."""
+    """As `weights.transport` of a run. `auto`: the learner writes a file to its node's memory, and each other node
+    pulls it once. `nccl`: in addition, the learner broadcasts the weights to actors that are never released and share
+    no GPU with it."""
 
     publish_bytes_per_s: Positive = PUBLISH_BYTES_PER_S.value
-    """Rate at which the learner's first rank writes a version."""
+    """Rate at which the learner's first rank writes a version, in bytes per second."""
 
     pull_bytes_per_s: Positive = PULL_BYTES_PER_S.value
-    """Rate at which the learner's node gives a version to all other nodes together."""
+    """Total rate at which the learner's node sends a version to all other nodes, in bytes per second."""
 
     load_bytes_per_s: Positive = LOAD_BYTES_PER_S.value
-    """Rate at which the engine of one device takes in a version. Models with experts take several times as long
-    (docs/simulate.md)."""
+    """Rate at which the engine loads a version, in bytes per second and device. Mixture-of-experts models take several
+    times as long (docs/simulate.md)."""
 
     broadcast_bytes_per_s: Positive = BROADCAST_BYTES_PER_S.value
-    """Rate at which one device receives its part of a broadcast."""
+    """Rate at which one device receives its part of a broadcast, in bytes per second."""
 
     fixed_s: NotNegative = LOAD_FIXED_S.value
-    """Seconds of each publication and each load, whatever its size."""
+    """Fixed seconds per publication and per load, regardless of size."""
 
     @property
     def device_bytes_per_s(self) -> float:
-        """Rate at which a device of an actor gets new weights; broadcast and load overlap, and the slower counts."""
+        """Rate at which an actor's device gets new weights. Broadcast and load overlap, so the slower rate counts."""
         return min(self.broadcast_bytes_per_s, self.load_bytes_per_s) if self.kind == "nccl" else self.load_bytes_per_s
 
 
 class DeclaredTimes(SpecModel):
-    """Starts, sleep and transport by the priors of rlhfless/scaling/fleet_constants.py, and by `transport`."""
+    """Start, sleep and transport times from the priors of rlhfless/scaling/fleet_constants.py and from `transport`."""
 
     type: Literal["declared"] = "declared"
 
 
 class MeasuredTimes(SpecModel):
-    """Starts, sleep and transport as a run or a self-test measured them; what neither did is by the priors."""
+    """Start, sleep and transport times as measured by a run or a self-test. Priors are used for anything not
+    measured."""
 
     type: Literal["measured"] = "measured"
 
     path: str
-    """A file that `rlhfless simulate --calibrate` wrote."""
+    """A file written by `rlhfless simulate --calibrate`."""
 
 
 FleetTimesSpec = Annotated[DeclaredTimes | MeasuredTimes, Field(discriminator="type")]
@@ -240,10 +243,10 @@ FleetTimesSpec = Annotated[DeclaredTimes | MeasuredTimes, Field(discriminator="t
 
 @dataclass(frozen=True, slots=True)
 class DevicesByNode:
-    """Part of the cluster's devices, by node, in the order in which they are taken."""
+    """Part of the cluster's devices, by node, in the order in which they are used."""
 
     devices: tuple[tuple[str, tuple[Device, ...]], ...]
-    """Node, and its devices."""
+    """Pairs of a node and its devices."""
 
     @classmethod
     def of(cls, machines: MachinesSpec, devices: int) -> DevicesByNode:
@@ -262,14 +265,14 @@ class DevicesByNode:
         return [device for _, devices in self.devices for device in devices]
 
     def without(self, taken: Sequence[Device]) -> DevicesByNode:
-        """Return all devices but these."""
+        """Return all devices except these."""
         names = {device.name for device in taken}
         return DevicesByNode(
             tuple((node, tuple(s for s in devices if s.name not in names)) for node, devices in self.devices)
         )
 
     def actors(self, devices_each: int) -> Iterator[tuple[str, tuple[Device, ...]]]:
-        """Yield node and devices of each actor; none spans two nodes."""
+        """Yield the node and devices of each actor. No actor spans two nodes."""
         for node, devices in self.devices:
             for first in range(0, len(devices) - devices_each + 1, devices_each):
                 yield node, devices[first : first + devices_each]

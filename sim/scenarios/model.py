@@ -1,4 +1,4 @@
-"""The model of a scenario, and the engine that runs it."""
+"""The model of a scenario and the engine that runs it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlhfless.spec.explain import nearest
 
 
 class ScenarioModelSpec(SpecModel):
-    """A model by name, or by the values of its `config.json`."""
+    """The model, by name or by the values of its `config.json`. Give either."""
 
     name: str | None = None
     """Name of a built-in model, such as `qwen2.5-7b`."""
 
     config: dict[str, Any] | None = None
-    """Values of a `config.json` of a decoder-only transformer, for a model that is not built in."""
+    """Values of the `config.json` of a decoder-only transformer, for a model that is not built in."""
 
     @model_validator(mode="after")
     def _known(self) -> ScenarioModelSpec:
@@ -45,20 +45,20 @@ class ScenarioModelSpec(SpecModel):
 
 
 class RooflineLatency(SpecModel):
-    """Latency by the devices' data sheets."""
+    """Latency from the devices' data sheets."""
 
     type: Literal["roofline"] = "roofline"
 
 
 class KernelsLatency(SpecModel):
-    """Latency by the measured kernel tables of aiconfigurator-core, which must be installed."""
+    """Latency from the measured kernel tables of aiconfigurator-core, which must be installed."""
 
     type: Literal["kernels"] = "kernels"
 
 
 class EngineLatency(SpecModel):
-    """Latency of an engine as its published serving runs have it: by its kernel tables where aiconfigurator-core is
-    installed and has them, else by the devices' data sheets."""
+    """Latency of an engine, scaled to its published serving runs. Uses its kernel tables if aiconfigurator-core is
+    installed and has them; otherwise the devices' data sheets."""
 
     type: Literal["engine"] = "engine"
 
@@ -66,16 +66,16 @@ class EngineLatency(SpecModel):
     """The engine."""
 
     measured: Annotated[float, Field(gt=0)] = 1.0
-    """Seconds of a measurement of your own, as a multiple of those."""
+    """Your own measured time, as a multiple of the published runs."""
 
 
 class FittedLatency(SpecModel):
-    """Latency by a file that `rlhfless simulate --calibrate` wrote."""
+    """Latency from a file written by `rlhfless simulate --calibrate`."""
 
     type: Literal["fitted"] = "fitted"
 
     path: str
-    """The file."""
+    """Path of the file."""
 
 
 LatencySpec = Annotated[RooflineLatency | KernelsLatency | EngineLatency | FittedLatency, Field(discriminator="type")]
@@ -85,26 +85,26 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ScenarioSpeculationSpec(SpecModel):
-    """Drafts of an engine, by what was measured of them."""
+    """Speculative decoding, from measured acceptance."""
 
     accepted: Annotated[tuple[Share, ...], Field(min_length=1)]
-    """At each place of a pass: the drafts that are accepted, for each sequence and pass. A draft counts only where all
-    before it are accepted."""
+    """For each draft position: mean number of accepted drafts per sequence and pass. A draft is accepted only if all
+    drafts before it are."""
 
     drafted: tuple[Share, ...] | None = None
-    """At each place: the drafts there are, for each sequence and pass. Left out: one."""
+    """For each draft position: mean number of drafts per sequence and pass. `null`: 1."""
 
     depth: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Places that are drafted; `auto`: as many as save time at the current batch size."""
+    """Number of draft positions. `auto`: the number that saves the most time at the current batch size."""
 
     draft_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds in which the drafts of one place are found, for all sequences of a pass."""
+    """Seconds to draft one position for all sequences of a pass."""
 
     standing_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds of each pass that the engine loses because it could speculate."""
+    """Overhead in seconds that speculation adds to each pass, even without drafts."""
 
     source: Annotated[str, Field(min_length=1)]
-    """Where the figures are from."""
+    """Source of the figures."""
 
     @model_validator(mode="after")
     def _as_many_places(self) -> ScenarioSpeculationSpec:
@@ -117,52 +117,55 @@ class ScenarioSpeculationSpec(SpecModel):
 
 
 class ScenarioEngineSpec(SpecModel):
-    """One generation actor."""
+    """The engine of one generation actor."""
 
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """Devices of a rank."""
+    """Devices per rank."""
 
     data_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks per actor, which divide its sequences, and spread the experts of a model over all its devices."""
+    """Ranks per actor. They divide its sequences, and the experts of a mixture-of-experts model are spread over all its
+    devices."""
 
     max_sequences: Annotated[int, Field(ge=1)] = 256
-    """Most sequences that run at once (vLLM's default for large devices is 256 or more)."""
+    """Maximum sequences that run at once (vLLM's default for large devices is 256 or more)."""
 
     max_batch_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Tokens of one iteration, prefill and decode together."""
+    """Maximum tokens per iteration, prefill and decode combined. Must be at least `max_sequences`."""
 
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a device's memory that the engine may use."""
+    """Fraction of a device's memory that the engine may use."""
 
     reserved_gb: Annotated[float, Field(ge=0)] | None = None
-    """Memory of the engine's share that neither weights nor KV can use: CUDA graphs, activations, NCCL (aiconfigurator
-    reserves 3.5 GB and 0.4 GB). By default 3.9, at most a tenth of the memory."""
+    """Part of the engine's memory, in GB, that is not available for weights and KV cache: CUDA graphs, activations,
+    NCCL (aiconfigurator reserves 3.5 GB and 0.4 GB). `null`: 3.9, but at most a tenth of the memory."""
 
     block_tokens: Annotated[int, Field(ge=1)] = 16
-    """Tokens of one KV block."""
+    """Tokens per KV cache block."""
 
     weight_bits: Literal[4, 8, 16] = 16
-    """Bits of a weight in the engine, which is read and held so. Weights still travel as the learner has them."""
+    """Bits per weight in the engine, in memory and when read. Weights are always transferred in the learner's
+    format."""
 
     product_bits: Literal[4, 8, 16] = 16
-    """Bits of matrix products: at the rate of fp8 or fp4 of the device. A quantised model has its own."""
+    """Bits of matrix products; 8 and 4 use the device's fp8 and fp4 rates. A quantized model defines its own."""
 
     kv_bits: Literal[8, 16] = 16
-    """Bits of a number of the KV cache."""
+    """Bits per number in the KV cache."""
 
     runtime_s: Annotated[float, Field(ge=0)] = RUNTIME_S
-    """Seconds of every iteration that no kernel accounts for. Added to `roofline` and `kernels`; a fit has it
-    already."""
+    """Overhead in seconds of every iteration that no kernel accounts for. Added to `roofline` and `kernels`; a fit
+    already includes it."""
 
     step_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds before the generation of each step starts, after the new weights: calls, wakes and copies of a framework.
-    Published steps of seconds (verl, OpenRL) have 15 to 25 that nothing else in the model explains."""
+    """Overhead in seconds before the generation of each step, after the new weights: calls, wakes and copies of a
+    framework. In published runs with steps of seconds (verl, OpenRL), 15 to 25 s are not explained by anything else in
+    the model."""
 
     latency: LatencySpec = RooflineLatency()
-    """The latency model, of passes without drafts if `speculation` is given."""
+    """Latency model. With `speculation`, it applies to passes without drafts."""
 
     speculation: ScenarioSpeculationSpec | None = None
-    """Drafts; none if left out. A fit to a run that speculated has them already."""
+    """Speculative decoding. A fit to a run with speculation already includes it. `null`: none."""
 
     @property
     def devices(self) -> int:

@@ -34,36 +34,36 @@ from rlhfless.spec.removed import REMOVED_FROM_SCENARIOS
 from rlhfless.spec.schedule import IN_TURN, PartialSpec, ScheduleSpec, SyncSpec
 
 BEST_STATIC = "best_static"
-"""The best static fleet in hindsight; not a policy."""
+"""The best static fleet in hindsight; not an actual policy."""
 
 CLAIRVOYANT = "clairvoyant"
-"""The bound: a policy that knows each length."""
+"""The upper bound: a policy that knows every response length in advance."""
 
 
 ScenarioPer = Literal["step", "epoch", "run"]
-"""The steps that share a limit."""
+"""Scope of a limit."""
 
 
 class MultipleOf(SpecModel):
-    """A limit measured by another policy of the scenario, with the same seed."""
+    """A limit relative to another policy of the scenario, simulated with the same seed."""
 
     times: Positive
-    """Factor on the policy's time or cost."""
+    """Factor applied to the policy's time or cost."""
 
     policy: str
-    """Label of the policy; it need not be among the policies compared."""
+    """Label of the policy. It does not have to be among the compared policies."""
 
 
 class CheapestContract(SpecModel):
-    """The least cost under a deadline."""
+    """Minimize cost under a deadline."""
 
     type: Literal["cheapest"] = "cheapest"
 
     deadline_s: Positive | None = None
-    """Wall-clock seconds."""
+    """Deadline in wall-clock seconds. Give either this or `deadline`."""
 
     deadline: MultipleOf | None = None
-    """Or a multiple of another policy's time; per step, of its time in the same step."""
+    """Deadline as a multiple of another policy's time; with `per: step`, of its time in the same step."""
 
     per: ScenarioPer = "step"
     """Whether the deadline applies to each step, to the steps of each epoch together, or to the whole run."""
@@ -76,15 +76,15 @@ class CheapestContract(SpecModel):
 
 
 class FastestContract(SpecModel):
-    """The shortest time under a budget."""
+    """Minimize time under a budget."""
 
     type: Literal["fastest"] = "fastest"
 
     budget_usd: Positive | None = None
-    """US dollars, by the price book."""
+    """Budget in US dollars, from the price book. Give either this or `budget`."""
 
     budget: MultipleOf | None = None
-    """Or a multiple of another policy's cost; per step, of its cost in the same step."""
+    """Budget as a multiple of another policy's cost; with `per: step`, of its cost in the same step."""
 
     per: ScenarioPer = "step"
     """Whether the budget applies to each step, to the steps of each epoch together, or to the whole run."""
@@ -97,38 +97,38 @@ class FastestContract(SpecModel):
 
 
 class WeightedContract(SpecModel):
-    """A compromise between time and cost."""
+    """Trade off time and cost."""
 
     type: Literal["weighted"] = "weighted"
 
     time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """1: as fast as the devices allow; 0: as cheap as they allow."""
+    """1: as fast as the devices allow. 0: as cheap as possible."""
 
 
 ScenarioContract = Annotated[CheapestContract | FastestContract | WeightedContract, Field(discriminator="type")]
 
 
 class PolicyEntry(SpecModel):
-    """One policy to compare."""
+    """A policy to compare."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Its name in docs/policies.md."""
+    """Name of the policy in docs/policies.md."""
 
     label: str | None = None
-    """Its name in the report; by default the policy's name. Needed if a policy occurs twice."""
+    """Name in the report. Required if a policy is listed twice. `null`: the policy's name."""
 
     placement: ScenarioPlacementSpec | None = None
-    """Devices of its functions; by default the placement of the policy's kind, or else the scenario's."""
+    """Placement of the policy's functions. `null`: the placement that the policy requires, otherwise the scenario's."""
 
     contract: ScenarioContract | None = None
-    """Its contract; by default the scenario's."""
+    """Contract of the policy. `null`: the scenario's."""
 
     settings: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    """Keys of the policy itself: below, and for the policies of runs in docs/spec.md."""
+    """Keys of the policy itself: see below, or docs/spec.md for policies of runs."""
 
     @property
     def shown(self) -> str:
-        """Its name in the report."""
+        """The name in the report."""
         return self.label or self.name
 
 
@@ -139,42 +139,42 @@ class Scenario(SpecModel):
     """See RunSpec."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
-    """Names the folder of the report."""
+    """Name of the scenario and of its report folder."""
 
     description: str = ""
-    """One or two sentences for the report."""
+    """Description for the report, in one or two sentences."""
 
     cluster: ClusterSpec
     model: ScenarioModelSpec
     engine: ScenarioEngineSpec = ScenarioEngineSpec()
     workload: WorkloadSpec
-    """Where prompts and response lengths come from."""
+    """Source of prompts and response lengths."""
 
     prefixes: PrefixesSpec | None = None
-    """Shared prefixes of prompts; by default there are none. Not for a recorded run, whose trace has it."""
+    """Shared prefixes of prompts. Not allowed for a recorded run, whose trace includes them. `null`: none."""
 
     prompts_per_step: Count
-    """Prompts of a step. It must equal the number in a recorded run."""
+    """Prompts per step. Must equal the number in a recorded run."""
 
     samples_per_prompt: Count
-    """Responses to each prompt."""
+    """Responses per prompt."""
 
     max_tokens: Count
-    """Length at which responses are cut off."""
+    """Maximum response length in tokens; longer responses are truncated."""
 
     steps: Annotated[int, Field(ge=2)]
-    """Steps of a run."""
+    """Steps per run."""
 
     seeds: Count = 5
-    """Runs of each policy; the policies share their seeds, so that they can be compared in pairs."""
+    """Number of runs per policy. All policies use the same seeds, so that runs can be compared in pairs."""
 
     schedule: ScheduleSpec = SyncSpec()
-    """As in the spec of a run. One of your own is simulated by the versions that its samples may be behind."""
+    """Schedule, as in the spec of a run. Your own schedule is simulated by its maximum staleness."""
 
     placement: ScenarioPlacementSpec = ScenarioPlacementSpec()
     transport: TransportSpec = TransportSpec()
     fleet: FleetTimesSpec = DeclaredTimes()
-    """How long the fleet's replicas take to start, to fall asleep, to wake, and to have new weights."""
+    """Source of the times replicas take to start, sleep, wake and load weights."""
 
     learner: LearnerTimingSpec = LearnerTimingSpec()
     scoring: ScoringTimingSpec = ScoringTimingSpec()
@@ -182,18 +182,19 @@ class Scenario(SpecModel):
     critic: CriticTimingSpec | None = None
 
     heartbeat_s: Positive = 0.5
-    """Seconds between two heartbeats of a step in progress, as in the live fleet."""
+    """Seconds between two heartbeats during a step, as in a real fleet."""
 
     contract: ScenarioContract = WeightedContract()
-    """The contract of all policies that take one."""
+    """Contract of all policies that use one."""
 
     policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)] = ()
-    """The policies to compare; by default all. Times and costs are shown relative to the first one."""
+    """Policies to compare; by default, all. Times and costs are shown relative to the first one."""
 
     @model_validator(mode="before")
     @classmethod
     def _all_policies(cls, data: Any) -> Any:
-        """Fill in missing `policies`: all in their own settings, the best static fleet, and the clairvoyant."""
+        """Fill in missing `policies`: all with their own settings, the best static fleet, and the clairvoyant
+        policy."""
         if not isinstance(data, dict) or "policies" in data:
             return data
         # The best static fleet tries fleets under `static`.
@@ -209,7 +210,7 @@ class Scenario(SpecModel):
     @model_validator(mode="before")
     @classmethod
     def _containers_have_no_count(cls, data: Any) -> Any:
-        """Count the machines of a seller of containers where `nodes` is missing."""
+        """Fill in missing `nodes` of serverless containers."""
         cluster = data.get("cluster") if isinstance(data, dict) else None
         if not isinstance(cluster, dict) or cluster.get("serverless") is None or "prompts_per_step" not in data:
             return data
@@ -257,11 +258,11 @@ class Scenario(SpecModel):
 
     @property
     def steps_ahead(self) -> int:
-        """Steps that may be generated before they are learned from."""
+        """Maximum steps that are generated before they are learned."""
         return self.schedule.steps_ahead
 
     @property
     def epoch_steps(self) -> int:
-        """Steps that visit each prompt once; all steps, if the workload does not define it."""
+        """Steps that visit each prompt once; all steps if the workload has no fixed number of prompts."""
         prompts = getattr(self.workload, "prompts", None)
         return self.steps if prompts is None else max(prompts // self.prompts_per_step, 1)
