@@ -10,11 +10,11 @@ from rlhfless.spec import PluginSpec
 
 
 class BySamples:
-    """So many actors that each one draws at most `samples_per_actor` samples."""
+    """Run enough actors that each generates at most `samples_per_actor` samples."""
 
     class Settings(PluginSpec):
         samples_per_actor: Annotated[int, Field(ge=1)] = 64
-        """Most samples that one actor draws in a step, as long as there is another actor."""
+        """Most samples of an actor per step, if another actor is available."""
 
     def __init__(self, settings, run):
         self.settings = settings

@@ -11,7 +11,7 @@ from rlhfless.spec import OwnScheduleSpec
 class Rounds:
     class Settings(OwnScheduleSpec):
         steps_per_round: Annotated[int, Field(ge=1)] = 2
-        """So many steps are drawn with the same weights."""
+        """Steps that generate with the same weights."""
 
         @property
         def max_staleness(self):

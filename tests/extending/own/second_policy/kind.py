@@ -26,7 +26,7 @@ class SecondPolicy:
         self._settings = settings
 
     def kind(self, name: str) -> FunctionSpec:
-        """What the function that the spec calls `name` is."""
+        """Return the specification of the function that the spec calls `name`."""
         ranks = self._settings.ranks
 
         def wanted(_: RunSpec) -> ReplicaRequest:

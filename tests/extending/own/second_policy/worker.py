@@ -6,7 +6,7 @@ from rlhfless.spec import ModelSpec
 
 
 class SecondPolicyWorker(FrozenPolicy):
-    """The reference's way, with another model."""
+    """Compute logprobs like the reference, with another model."""
 
     @staticmethod
     def model_of(settings: PerTokenSettings) -> ModelSpec:
