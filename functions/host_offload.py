@@ -172,7 +172,8 @@ def require_free(device: torch.device, size_bytes: int, wait_s: float = RELEASE_
         free, total = torch.cuda.mem_get_info(device)
     if free < size_bytes:
         raise MemoryError(
-            f"{size_bytes / GIB:.2f} GiB are to come back, and {free / GIB:.2f} of {total / GIB:.2f} GiB are free: "
+            f"{size_bytes / GIB:.2f} GiB are needed to wake, but only {free / GIB:.2f} of {total / GIB:.2f} GiB are "
+            f"free: "
             "another function, or another program, holds the device"
         )
 

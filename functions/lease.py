@@ -41,5 +41,5 @@ class Lease:
         while (left_s := self._ends_s - time.monotonic()) > 0:
             # The first call shortens the wait, so check well before its end.
             time.sleep(min(left_s, self._terms.renewed_s))
-        log.warning("no call came for %.0f s: the driver is gone, and so is this replica", self._terms.renewed_s)
+        log.warning("no call for %.0f s; assuming the driver is gone and stopping this replica", self._terms.renewed_s)
         self._expired()

@@ -509,7 +509,9 @@ def _can_pack(policy: PolicyNetwork, path: str) -> bool:
     Checks the kernels against plain attention, and two sequences with a common prefix against the padded pass.
     """
     if not policy.model.is_backend_compatible():
-        log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
+        log.info(
+            "model %r does not use transformers' attention interface; prefixes are computed once per sequence", path
+        )
         return False
     level, reason = logging.WARNING, _kernel_problem(policy)
     if not policy.most(bool(reason)):

@@ -109,7 +109,7 @@ class SelectedDraws:
 
     def end(self, progress: StepProgress) -> None:
         """End a step: defer the groups that it did not learn from to later steps."""
-        assert progress.batch.selected is not None, "it is of these draws"
+        assert progress.batch.selected is not None, "it is of these samples"
         tokens = np.concatenate([group.drawn_tokens for group in self._drawn])
         tokens[_open(self._drawn)] = progress.table.tokens
         by_group = np.split(tokens, np.flatnonzero(np.diff(progress.whole.group)) + 1)

@@ -106,7 +106,9 @@ class RewardModel:
         limit = CHECK_TOLERANCE[TORCH_DTYPES[self._spec.dtype]] * max(abs(alone), abs(padded))
         if abs(alone - padded) <= limit:
             return True
-        log.info("reward model %r scores padded sequences otherwise; a batch has one length", self._spec.path)
+        log.info(
+            "reward model %r: scores change with padding; batching only sequences of equal length", self._spec.path
+        )
         return False
 
     def score(self, samples: Sequence[RewardSample]) -> list[Outcome | None]:

@@ -266,6 +266,6 @@ def _writing(name: str, source: str | Path) -> Iterator[None]:
         raise
     except Exception as error:  # file systems, tokenizers and a model's own code raise errors of their own
         raise CheckpointError(
-            f"a checkpoint could not have {name}, from {str(source)!r}: {class_and_line(error)}; correct that file, or "
-            "take it again from where the model came from"
+            f"cannot write {name} to a checkpoint, from {str(source)!r}: {class_and_line(error)}; correct that file, "
+            "or download the model again"
         ) from error

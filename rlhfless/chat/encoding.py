@@ -37,7 +37,7 @@ class Encoder:
         """Say what is wrong with a prompt's special tokens; empty if nothing."""
         begin = self._tokenizer.bos_token_id
         if begin is not None and list(ids[:2]) == [begin, begin]:
-            return f"it begins with {self._tokenizer.bos_token!r} twice"
+            return f"it starts with {self._tokenizer.bos_token!r} twice"
         if ids and ids[-1] in self._ends and not (len(ids) == 1 and ids[0] == begin):
             end = self._tokenizer.convert_ids_to_tokens(ids[-1])
             return f"it ends with the end-of-sequence token {end!r}, after which the policy has nothing to say"

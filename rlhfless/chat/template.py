@@ -186,7 +186,7 @@ class ChatTemplate:
         head = answered.partition(mark)[0]
         if closed == rendering.text and head.startswith(closed) and head.removeprefix(closed).strip():
             detail = (
-                f"it ends with {shown(rendering.text[-40:])}; an answer would begin after {shown(head[len(closed) :])}"
+                f"it ends with {shown(rendering.text[-40:])}; an answer would start after {shown(head[len(closed) :])}"
             )
             hint = "use a template that reads `add_generation_prompt`"
             raise DataFault("the chat template does not open the assistant's turn", detail, hint)

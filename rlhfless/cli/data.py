@@ -91,7 +91,7 @@ def show(
             _print(loaded, each)
     problems = [Problem(each.where, what) for each in rows for reward in each.rewards for what in reward.problems]
     if problems:
-        raise InputError("the rewards cannot score what is shown", problems)
+        raise InputError("the rewards cannot score the rows shown", problems)
 
 
 def _as_json(row: ShownRow) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _heading(spec: RunSpec, sequence: ShownSequence, marks: tuple[str, str]) -> 
     if not spec.supervised:
         what = f"{count:,} tokens; the run learns what it generates after them"
     elif spec.type == "reward_model":
-        what = f"{count - learned:,} tokens, and one that stands for the score{between}"
+        what = f"{count - learned:,} tokens, and one token for the score{between}"
     else:
         what = f"{count:,} tokens, {learned:,} of them learned{between}"
     return Text.assemble((f"\n{sequence.name}", "bold"), f" ({what})")

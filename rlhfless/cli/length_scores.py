@@ -32,7 +32,7 @@ class ForecastScore:
     _correlations: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, forecast: Forecast, lengths: Floats) -> None:
-        """Add the forecast of a step, of whose samples `lengths` [samples] came."""
+        """Add a step's forecast and the actual `lengths` [samples]."""
         quantiles, real = forecast.total_tokens, lengths[forecast.rows]
         self._covered = self._covered + (real[:, None] <= quantiles).sum(axis=0)
         self._add(quantiles, forecast.kind_tokens[forecast.kind] + forecast.mean_tokens, real)

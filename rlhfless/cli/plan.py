@@ -140,10 +140,10 @@ def _refuse_with_compare(measured: Path | None) -> None:
 
 def _refuse_without_compare(devices: list[str] | None, given: Mapping[str, object]) -> None:
     if devices is not None and len(devices) > 1:
-        raise typer.BadParameter("several devices are for --compare", param_hint="--devices")
+        raise typer.BadParameter("multiple devices require --compare", param_hint="--devices")
     for option, value in given.items():
         if value:
-            raise typer.BadParameter("it needs --compare", param_hint=option)
+            raise typer.BadParameter("requires --compare", param_hint=option)
 
 
 def _as_json(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> dict[str, Any]:

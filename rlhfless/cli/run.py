@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhfless.prepare.prepared import Prepared
     from rlhfless.spec import RunSpec
 
-NOTHING_DRAWN = "stopped; nothing was drawn yet"
+NOTHING_DRAWN = "stopped; nothing was generated yet"
 
 
 def register(app: typer.Typer) -> None:

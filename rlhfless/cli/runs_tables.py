@@ -193,7 +193,7 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
     except KeyboardInterrupt:
         console.close()
         command = f"rlhfless runs watch {run.id}"
-        typer.echo(f"not watched any more; the run goes on. Watch it with: {command}, end it with: "
+        typer.echo(f"stopped watching; the run continues. Watch it again with: {command}, end it with: "
                    f"rlhfless runs cancel {run.id}", err=True)  # fmt: skip
         raise typer.Exit(0) from None
     finally:

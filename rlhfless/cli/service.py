@@ -65,8 +65,8 @@ def up(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Ray cluster: HOST:PORT of one that this machine is a node of, or http://HEAD:8265 of one elsewhere. "
-            "By default a private one is started.",
+            help="Ray cluster: HOST:PORT of a cluster that this machine belongs to, or http://HEAD:8265 of a remote "
+            "one. Starts a private cluster by default.",
         ),
     ] = None,
     ray_cluster: Annotated[
@@ -301,7 +301,7 @@ def list_keys(
         typer.echo(json.dumps([{field: getattr(row, field) for field in shown} for row in rows], indent=2))
         return
     if not rows:
-        typer.echo("there are no keys; `rlhfless keys create NAME` makes one")
+        typer.echo("no keys yet; `rlhfless keys create NAME` creates one")
     for row in rows:
         state = "" if row.revoked_at is None else f"  revoked {time_of(row.revoked_at)}"
         typer.echo(f"{row.id}  {row.scopes[-1]:<5}  {time_of(row.created_at)}  {row.name}{state}")

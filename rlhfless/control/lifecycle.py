@@ -67,7 +67,7 @@ def apply_request(status: Status, desired: DesiredState, request: DesiredState) 
             raise NotPossible(f"the run has {_ended(status)}; there is nothing left to cancel")
         return (Status.CANCELLING if status in DRIVEN else Status.CANCELLED), request
     if desired is DesiredState.CANCEL or status is Status.CANCELLING:
-        raise NotPossible("the run is cancelled; start a new one, from its newest checkpoint if it should go on there")
+        raise NotPossible("the run is cancelled; start a new one, from its newest checkpoint to continue there")
     if status in ENDED:
         raise NotPossible(f"the run has {_ended(status)}; start a new one")
     if request is DesiredState.PAUSE:

@@ -53,7 +53,7 @@ def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) ->
     problems = [problem for place, value in places for problem in _code(place, value, settings)]
     for place, key, value in _texts(values):
         if key in SCENARIO_FILES:
-            problems.append(Problem(place, f"{shown(value)}: names a file", "give its values; what is POSTed has none"))
+            problems.append(Problem(place, f"{shown(value)}: names a file", "give its values: POSTed specs have none"))
     return problems
 
 
@@ -113,7 +113,7 @@ def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Ite
     for place, value in values_at(values, ["rewards", "*", "token_env"]):
         # A spec must not be able to send any other secret of the machine to a host of its choice.
         if value and not value.startswith(OWN_PREFIX):
-            yield Problem(place, f"{value!r} may not be sent", f"name a variable that begins with {OWN_PREFIX}")
+            yield Problem(place, f"{value!r} may not be sent", f"name a variable that starts with {OWN_PREFIX}")
 
 
 def _no_name(value: str, hub: bool) -> str:

@@ -138,8 +138,8 @@ def check_on_nodes(spec: RunSpec, code: Path | None) -> None:
     for node, fault in faults.items():
         if fault is not None:
             raise CodeNotThere(
-                f"node {node}: {fault}. What a spec's own modules import must lie beside them, or be installed on all "
-                "nodes"
+                f"node {node}: {fault}. Modules that your own code imports must be in the same folder, or installed on "
+                "all nodes"
             )
 
 

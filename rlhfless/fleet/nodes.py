@@ -78,5 +78,5 @@ def shortage(group: DeviceGroup, nodes: Sequence[Node]) -> str:
         return f"{asked}: no node of the cluster has any"
     free_words = ", ".join(f"{node.address} has {node.free(kind)} of {node.count(kind)} free" for node in having)
     if all(node.count(kind) < count for node in having):
-        return f"{asked}: no node has so many ({free_words})"
+        return f"{asked}: no node has that many ({free_words})"
     return f"{asked}: {free_words}"

@@ -198,7 +198,7 @@ class Replica:
         slept: Slept = await self.call(
             "sleep", call, tier, timeout_s=timeout_s, waiting_for=waiting_for, work=Work.SLEEP
         )
-        log.debug("%s sleeps in %s: freed %d bytes", self.name, slept.tier, slept.freed_bytes)
+        log.debug("%s offloaded to %s: freed %d bytes", self.name, slept.tier, slept.freed_bytes)
         if self.state is ReplicaState.DRAINING:  # otherwise it was given up meanwhile
             self._record(self._alive.sleep(self._clock()))
 

@@ -65,43 +65,41 @@ ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
         Ending(
             WRONG_RESULT,
             False,
-            "the actors did not draw with the weights that the learner published, and the same weights would fail the "
+            "the actors did not generate with the weights that the learner published. The same weights would fail the "
             "same check again, so resuming does not help. See `Wrong weights` in docs/faults.md",
         ),
     ),
     (
         (StaleAttempt, StaleCall),
-        Ending(TO_CORRECT, False, "another driver goes on with this run; there is nothing to do here"),
+        Ending(TO_CORRECT, False, "another driver has resumed this run; there is nothing to do here"),
     ),
     (
         (RunPaused,),
-        Ending(STOPPED, True, "what was drawn and learned is kept. Raise the limit with `--set`, and go on with"),
+        Ending(STOPPED, True, "finished work is kept. Raise the limit with `--set`, and resume with"),
     ),
     (
         (RewardError,),
-        Ending(TO_CORRECT, True, "once the reward works again, or the service that it asks is up, go on with"),
+        Ending(TO_CORRECT, True, "once the reward works, or its service is up again, resume with"),
     ),
     (
         (FleetError, ReplicaLost, CallTimeout, FunctionBroken, EngineError, WeightFileError, NoRay),
-        Ending(MACHINES_FAILED, True, "what was drawn and learned is kept. Once the machines are well, go on with"),
+        Ending(MACHINES_FAILED, True, "finished work is kept. Once the machines are healthy, resume with"),
     ),
     (
         (NoCluster,),
-        Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once the cluster is there, go on with"),
+        Ending(TO_CORRECT, True, "finished work is kept. Once the cluster is reachable, resume with"),
     ),
     (
         (MemoryError,),
-        Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once the run asks for less, go on with"),
+        Ending(TO_CORRECT, True, "finished work is kept. Once the run needs less memory, resume with"),
     ),
-    ((UserError,), Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once that is corrected, go on with")),
+    ((UserError,), Ending(TO_CORRECT, True, "finished work is kept. Once that is corrected, resume with")),
 )
 """Endings by error type; the first match applies. An error without an entry is a bug of the program."""
 
-DISK_FULL = Ending(TO_CORRECT, True, "what was drawn and learned is kept. Free some space, and go on with")
-UNEXPECTED = Ending(
-    PROGRAM_FAULT, True, "what was drawn and learned is kept. If the fault is not met again, this goes on"
-)
-INTERRUPTED = "stopped; what was drawn and learned is kept. Go on with"
+DISK_FULL = Ending(TO_CORRECT, True, "finished work is kept. Free some space, and resume with")
+UNEXPECTED = Ending(PROGRAM_FAULT, True, "finished work is kept. If the fault does not recur, this resumes the run")
+INTERRUPTED = "stopped; finished work is kept. Resume with"
 
 
 def ending_of(error: BaseException) -> Ending:

@@ -367,7 +367,7 @@ class GenerationStage:
         if first := actor.name not in self._lost:
             self._lost.add(actor.name)
             self._table.lose(slot)
-        what = "step %d: %s died; %d samples continue on other actors: %s"
+        what = "step %d: %s died; %d samples restart on other actors: %s"
         log.warning(what, self.step, actor.name, gone.size, error)
         if first:
             self._count_loss(str(error))

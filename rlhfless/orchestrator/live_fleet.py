@@ -72,7 +72,7 @@ class EngineStarts:
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_text(file, json.dumps(kept, indent=1) + "\n")
         except OSError as error:
-            log.warning("the time of an engine's start is not kept in %s: %s", file, error)
+            log.warning("cannot save engine start times to %s: %s", file, error)
 
     def _key(self, kind: str) -> str:
         tensor_parallel = self._spec.generation.engine.devices_per_actor
@@ -95,7 +95,7 @@ def _kept() -> dict[str, dict[str, float]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        log.warning("what is kept of engines' starts in %s cannot be read: %s", _file(), error)
+        log.warning("cannot read saved engine start times from %s: %s", _file(), error)
         return {}
 
 

@@ -26,7 +26,7 @@ SCHEDULE = "schedule"
 ALLOWABLE = (*KINDS, SCHEDULE)
 """Values of `--allow-changed`. A service has no `schedule`, because the steps of its runs do not change."""
 
-ALLOWED = "the change was allowed, and the run goes on with it"
+ALLOWED = "the change was allowed; the run resumes with it"
 
 NOT_RECORDED = (
     "the inputs of this run were not recorded at its start, so whether its data, model or code have changed since is "
@@ -71,7 +71,7 @@ def _generate_again(spec: RunSpec, folder: Path) -> list[str]:
         return []
     place = f"after step {done}, the newest checkpoint" if done else "from step 1, because no checkpoint was saved yet"
     return [
-        f"the run goes on {place}: with the change, {steps} later step(s) are generated and learned again; their "
+        f"the run resumes {place}: with the change, {steps} later step(s) are generated and learned again; their "
         "figures in metrics and trace stay those of the first time"
     ]
 
@@ -107,9 +107,9 @@ def schedule_problems(before: RunSpec, now: RunSpec, done: int) -> list[Problem]
         next_now = learning_rate(optimizer, updates + 1, planned_now)
         key = OPTIMIZER_KEYS[function]
         what = (
-            f"{now.steps}, but the run began with {before.steps}, and {key}.rate_schedule is "
-            f"{optimizer.rate_schedule}: step {done} ended with a rate of {last:.3g}, and step {done + 1} would go on "
-            f"with {next_now:.3g} instead of {next_before:.3g}"
+            f"{now.steps}, but the run started with {before.steps}, and {key}.rate_schedule is "
+            f"{optimizer.rate_schedule}: step {done} ended with a rate of {last:.3g}, and step {done + 1} would "
+            f"continue with {next_now:.3g} instead of {next_before:.3g}"
         )
         hint = (
             f"set it back to {before.steps}, start a run of its own from the checkpoint, or accept these rates with "

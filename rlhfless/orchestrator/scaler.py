@@ -185,7 +185,7 @@ class PolicyRunner:
         self._faults += 1
         if self._faults == 1:
             log.error(
-                "the scaling policy failed at %s; samples without a slot are split evenly, there and whenever "
+                "the scaling policy failed at %s; unassigned samples are split evenly, then and whenever "
                 "it fails again (metric policy_faults)",
                 type(event).__name__,
                 exc_info=fault,

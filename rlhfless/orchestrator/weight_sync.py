@@ -159,7 +159,7 @@ class Feeding:
             while any(missing):
                 taken = await self._ask("feed", call, version, missing)
                 if not taken:
-                    raise LearnerLost(f"{version.label}: the learner has begun another step, and gives it no more")
+                    raise LearnerLost(f"{version.label}: the learner has started another step and no longer serves it")
                 loading = self._loading_workers(actors, allocation.devices)
                 missing = [min(late - came, left) for late, came, left in zip(missing, taken, loading, strict=True)]
                 if any(missing):
@@ -295,7 +295,7 @@ class ActorWeights:
         actor.record_transport(call, loaded.transport)
         if actor.record_start(call) and self._spec.weights.read_back and loaded.read_back < published.tensors:
             log.warning(
-                "%s: %d of %d weight tensors are read back; the probe alone checks the others",
+                "%s: only %d of %d weight tensors can be read back; only the probe checks the others",
                 actor.name,
                 loaded.read_back,
                 published.tensors,

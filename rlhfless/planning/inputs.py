@@ -73,7 +73,7 @@ def parsed_sides(text: str, *, draws: bool = True) -> tuple[str, int, dict[str, 
         what, hint = f"{text!r} names {kind} for both sides", f"write {count + learners}x{kind}, which has both"
         raise InputError("--devices", [Problem("", what, hint)])
     if not draws:
-        what, hint = f"{text!r} has devices of two kinds, and the run draws nothing", "give devices of one kind"
+        what, hint = f"{text!r} has devices of two kinds, and the run generates nothing", "give devices of one kind"
         raise InputError("--devices", [Problem("", what, hint)])
     apart = {"placement.mode": "disaggregated", "placement.learner_devices": learners}
     return kind, count, apart | {"placement.learner_kind": of_learner}

@@ -34,8 +34,9 @@ class PlannedPrefill:
         """Return the comparison as one line of a plan."""
         verdict = "pays" if self.pays else "does not pay"
         return (
-            f"prompts computed apart ({self.prefill_actors} of {self.engines} actors, kv_connector {self.connector}): "
-            f"generation of {self.apart_s:.3g} s against {self.together_s:.3g} s in one pool, {verdict}"
+            f"prompts on prefill actors ({self.prefill_actors} of {self.engines} actors, kv_connector "
+            f"{self.connector}): generation of {self.apart_s:.3g} s against {self.together_s:.3g} s in one pool, "
+            f"{verdict}"
         )
 
 

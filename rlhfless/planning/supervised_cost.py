@@ -136,6 +136,6 @@ def written_lengths(spec: RunSpec, trace: Trace | None) -> Lengths:
             return Lengths(0.0, found.response_tokens, 0.0, found.prompt_tokens, source, known=True, rows=found.rows)
         except (InputError, OSError, ValueError) as error:
             why = str(error).splitlines()[-1].strip()
-            log.info("the lengths of the data are assumed: %s", error)
+            log.info("data lengths could not be read; using defaults: %s", error)
     source = f"assumed: prompts of {PROMPT_TOKENS} and responses of {RESPONSE_TOKENS} tokens ({why})"
     return Lengths(0.0, RESPONSE_TOKENS, 0.0, PROMPT_TOKENS, source, known=False)

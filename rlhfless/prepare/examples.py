@@ -97,7 +97,7 @@ def _split(row: Row, field: str) -> Row:
     if role_of(messages[-1]) != ASSISTANT or len(messages) < 2:
         what = f"it has {len(messages)} messages, the last from {role_of(messages[-1])!r}: {shown(messages[-1])}"
         hint = "remove these rows, or what follows the last answer"
-        raise DataFault(f"the conversation in `{field}` is not one that the assistant ends", what, hint)
+        raise DataFault(f"the conversation in `{field}` does not end with an assistant message", what, hint)
     conversation(messages, field)  # so that faults count the messages as the data does
     return dataclasses.replace(row, values={**row.values, field: messages[:-1], RESPONSE: messages[-1:]})
 
@@ -121,7 +121,7 @@ def _pair(row: Row, data: PreferencesSpec) -> Row:
         shared = len(prompt)
         if not prompt == chosen[:shared] == rejected[:shared]:
             hint = "correct the prompt, or remove its column: it is found from both"
-            raise DataFault(f"{names} do not begin with `{data.prompt_field}`", f"got {shown(prompt)}", hint)
+            raise DataFault(f"{names} do not start with `{data.prompt_field}`", f"got {shown(prompt)}", hint)
     elif isinstance(prompt, str) and not any(_says(message, prompt) for message in chosen[:shared]):
         hint = f"set {data.section}.prompt_field to a field that the rows do not have, or correct the conversations"
         raise DataFault(f"`{data.prompt_field}` is not a message that {names} share", f"got {shown(prompt)}", hint)
@@ -217,7 +217,7 @@ class _Rows:
             return self._scoring(self._template.scored([*written, *response], tools_of(row.values)).text)
         if whole and written[0].role == ASSISTANT:
             hint = "it is not learned: nothing comes before it"
-            notes.add("the assistant begins the conversation", row, shown(written[0].text), hint)
+            notes.add("the conversation starts with the assistant", row, shown(written[0].text), hint)
         turns = learned_turns(self._template, written, response, first, row.values, prompt.text)
         if not turns.ended:
             what = f"it ends an answer with {shown(turns.text[-20:])}"
@@ -244,7 +244,7 @@ class _Rows:
             near = nearest(field, dotted_names(row.values))
             hint = f"{near}Name the field in {self._data.section}, or remove these rows"
             raise DataFault(f"no response in `{field}`", f"its other fields are {fields}", hint)
-        hint = "a response is a string, or a list of messages that the assistant begins and ends"
+        hint = "a response is a string, or a list of messages that starts and ends with the assistant"
         if isinstance(value, str):
             messages = [Message(ASSISTANT, (value,))]
         elif isinstance(value, list | Mapping):

@@ -110,7 +110,7 @@ def _unknown_tokens(rows: Sequence[Row], prompts: Sequence[Prompt], tokenizer: A
     return (
         f"{tokens:,} of {total:,} tokens ({tokens / total:.1%}) are the unknown token {tokenizer.unk_token!r}, in "
         f"{len(having)} of {len(prompts)} prompts, such as {rows[first].where}: {shown(prompts[first].text)}; the "
-        "policy cannot see what is written there"
+        "policy cannot see that text"
     )
 
 

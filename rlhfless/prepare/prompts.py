@@ -325,7 +325,7 @@ class PromptReader:
             hint = "remove that token from the prompt, or from the chat template"
             faults.add("the prompt has a special token too many", row, what, hint)
         if self._template and self._encoder.begins and self._tokenizer.bos_token_id not in token_ids:
-            what = f"the tokenizer begins a text with {self._tokenizer.bos_token!r}"
+            what = f"the tokenizer starts a text with {self._tokenizer.bos_token!r}"
             notes.add("the chat template writes no beginning", row, what, "compare it with how the model was trained")
 
     def _text(self, row: Row, notes: Faults) -> str:

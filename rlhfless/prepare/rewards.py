@@ -241,7 +241,7 @@ def _stops(scoring: ScoringSpec, outcomes: Mapping[int, Outcome]) -> bool:
 
 
 def _hint(scoring: ScoringSpec) -> str:
-    hint = "return a finite number for every response, also for one that it cannot read"
+    hint = "return a finite number for every response, including unreadable ones"
     if scoring.on_failure == "fail":
         return hint
     return f"{hint}; or set scoring.max_failed to 1, and failures are only warned of here"

@@ -222,7 +222,7 @@ def export_model(location: str, folder: Path) -> CheckpointNotes:
         location = newest.location
     notes = read_notes(location)
     if folder.exists():
-        raise CheckpointError(f"{folder} is there already; name a new folder")
+        raise CheckpointError(f"{folder} already exists; choose another folder")
     files, path = files_of(location)
     fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
     try:

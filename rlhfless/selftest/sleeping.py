@@ -33,7 +33,7 @@ def learner(subject: Subject) -> Measured:
     measured |= _given_back(min(nap["freed_bytes"] for nap in naps), max(nap["state_bytes"] for nap in naps))
     _judge(subject, FunctionName.LEARNER, measured)
     if not all(nap["same"] for nap in naps):
-        raise Wrong("the learner computes other logprobs after it has slept", **measured)
+        raise Wrong("the learner's logprobs changed after sleep and wake", **measured)
     return measured
 
 

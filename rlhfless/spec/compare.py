@@ -55,7 +55,7 @@ numbers of ranks affect the weights only by rounding."""
 def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:
     """Raise InputError naming every field that differs but must not. `source` names the refused spec."""
     problems = [
-        Problem(name, f"{new!r}, but the run began with {old!r}", "set it back, or start a run of its own")
+        Problem(name, f"{new!r}, but the run started with {old!r}", "set it back, or start a run of its own")
         for name, old, new in differences(before, now)
         if not _may_differ(name)
     ]

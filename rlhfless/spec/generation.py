@@ -225,7 +225,7 @@ class GenerationSpec(SpecModel):
             what = f"{quantization} is for vLLM, and generation.engine.type is {engine.type}"
             problems.append(Problem("quantization", what, "set it to off"))
         if quantization != "off" and self.speculation.has_weights:
-            what = f"{quantization} was not tried beside the weights of drafts of {self.speculation.method}"
+            what = f"{quantization} has not been tried with draft weights of {self.speculation.method}"
             problems.append(Problem("quantization", what, "set it to off, or speculation.method to ngram or suffix"))
         if problems:
             raise several(problems)

@@ -266,7 +266,7 @@ class FormatSpec(RewardPart):
     @classmethod
     def _differ(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(tags)) < len(tags):
-            raise ValueError("a tag occurs twice; each may stand in the response once")
+            raise ValueError("a tag occurs twice; each may occur once in a response")
         return tags
 
 

@@ -229,7 +229,7 @@ class RunSpec(SpecModel):
     def _has_the_keys_of_its_type(self) -> RunSpec:
         problems = [*absent_key_problems(self, self.type)]
         if self.supervised and self.placement.mode == "disaggregated":
-            what = f"a run of type {self.type} has no generation that devices could be set aside for"
+            what = f"a run of type {self.type} has no generation that could use separate devices"
             problems.append(Problem("placement.mode", what, "leave it out: the learner has all devices"))
         if problems:
             raise several(problems)
@@ -443,9 +443,9 @@ class RunSpec(SpecModel):
         method = self.generation.speculation.method
         if self.generation.speculation.has_weights and self.placement.in_turns:
             raise ValueError(
-                f"generation.speculation.method is {method}, but functions take turns on their devices: an engine that "
-                "sleeps drops the draft's weights, and no version brings them back; set method to ngram or suffix, or "
-                "placement.turns to false"
+                f"generation.speculation.method is {method}, but functions take turns on their devices: a sleeping "
+                "engine drops the draft model's weights, and no version restores them; set method to ngram or suffix, "
+                "or placement.turns to false"
             )
         return self
 
@@ -454,7 +454,7 @@ class RunSpec(SpecModel):
         quantization, loss = self.generation.quantization, self.algorithm
         if quantization != "off" and isinstance(loss, PolicyLossSpec) and loss.importance is None:
             raise ValueError(
-                f"generation.quantization is {quantization}, so samples are drawn with other weights than the "
+                f"generation.quantization is {quantization}, so samples are generated with other weights than the "
                 "learner's, but algorithm.importance is null: nothing corrects for that; leave `importance` out for "
                 "its default, truncated weights, or set generation.quantization to off"
             )
@@ -516,7 +516,7 @@ class RunSpec(SpecModel):
         own = load_target(engine.type) if ":" in engine.type else None
         if self.schedule.in_flight and own is not None and not getattr(own, "loads_in_flight", False):
             raise ValueError(
-                f"{of}, but the engine {engine.type} cannot load weights while it draws (`loads_in_flight` in "
+                f"{of}, but the engine {engine.type} cannot load weights while it generates (`loads_in_flight` in "
                 "functions/generation/engine.py); set schedule.in_flight to false"
             )
         loss = self.algorithm
@@ -533,7 +533,7 @@ class RunSpec(SpecModel):
         if isinstance(self.schedule, PartialSpec) and self.algorithm.needs.redraws:
             raise ValueError(
                 f"schedule.type is partial, which leaves groups to later steps, but {self.algorithm.type} "
-                "draws other prompts in place of those without signal within a step; set algorithm.max_redraws to 0, "
+                "replaces prompts without signal within a step; set algorithm.max_redraws to 0, "
                 "or schedule to sync"
             )
         return self

@@ -115,7 +115,7 @@ class Console:
         self._began -= earlier_s
         if self._live is None:
             earlier = f"earlier ones took {clock(earlier_s)}"
-            self._print(f"step {step:>{len(str(self._steps))}}/{self._steps}  goes on, attempt {attempt}; {earlier}")
+            self._print(f"step {step:>{len(str(self._steps))}}/{self._steps}  resumed, attempt {attempt}; {earlier}")
 
     def set_activity(self, what: str) -> None:
         """Show the activity of a run on another machine until the next call."""

@@ -87,7 +87,7 @@ METRICS = _table(
         Metric("failed_rewards", Unit.NONE, "Samples of the step with a reward that failed"),
         Metric("eval", Unit.NONE, "A figure of the evaluation on held-out prompts", label="name"),
         Metric("groups_without_signal", _RATIO, "Groups in which no two rewards differ; failed ones do not count"),
-        Metric("redrawn_groups", Unit.NONE, "Groups that were drawn in place of those without signal"),
+        Metric("redrawn_groups", Unit.NONE, "Groups generated to replace groups without signal"),
         Metric("deferred_groups", Unit.NONE, "Groups that the step started and deferred to later steps"),
         Metric("resumed_samples", Unit.NONE, "Samples that an earlier step deferred and this one resumes"),
         Metric("resumed_tokens", _TOKENS, "Tokens that resumed samples already had; their KV is recomputed"),
@@ -129,7 +129,7 @@ METRICS = _table(
         Metric("cost_usd", Unit.USD, "Cost of all holdings so far", Kind.COUNTER),
         # The fleet
         Metric("actors", Unit.NONE, "Generation actors that took part in the step"),
-        Metric("actors_wanted", Unit.NONE, "Generation actors that got work at the begin of the step"),
+        Metric("actors_wanted", Unit.NONE, "Generation actors that got work at the start of the step"),
         Metric("moved_samples", Unit.NONE, "Samples that the scaling policy moved from one actor to another"),
         Metric(
             "replayed_tokens",
@@ -184,7 +184,12 @@ METRICS = _table(
         Metric("rollout_logprob_difference", _NATS, "Mean |learner - engine| logprob of the sampled tokens"),
         Metric("staleness_mean", Unit.NONE, "Versions that a token's weights were behind the learner's, mean"),
         Metric("staleness_max", Unit.NONE, "Versions that a token's weights were behind the learner's, at most"),
-        Metric("tokens_by_staleness", _RATIO, "Tokens whose weights were so many versions behind", label="versions"),
+        Metric(
+            "tokens_by_staleness",
+            _RATIO,
+            "Tokens by how many versions their weights lag",
+            label="versions",
+        ),
         Metric("importance_weight_by_staleness", Unit.NONE, "importance_weight of these tokens", label="versions"),
         Metric("rollout_kl_by_staleness", _NATS, "rollout_kl of these tokens", label="versions"),
         Metric("clipped_by_staleness", _RATIO, "clipped_low and clipped_high of these tokens", label="versions"),

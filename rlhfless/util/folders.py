@@ -109,6 +109,6 @@ def require_safe_place(folder: Path) -> None:
         mode = above.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise NotPrivate(
-                f"{folder} cannot be used: any user can replace what is in {above} (mode "
+                f"{folder} cannot be used: any user can replace files in {above} (mode "
                 f"{stat.S_IMODE(mode):04o}); `chmod o-w {above}`, or name another folder"
             )

@@ -254,7 +254,7 @@ class BucketReader:
             asked_s = time.monotonic()
             first = connection.receive()
             if first is None:
-                waited = f"the learner did not begin to give them within {time.monotonic() - asked_s:.0f} s, or ended"
+                waited = f"the learner did not start to feed them within {time.monotonic() - asked_s:.0f} s, or ended"
                 raise WeightFileError(f"{what}: {waited}; it works, or waits for other engines")
             yield from _received(connection, first, what)
 

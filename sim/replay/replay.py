@@ -177,7 +177,7 @@ def replay(
         last = learned[-1].step
         latency, fitted_to = fitted([trace], [drawn], keep=lambda step: step <= last), f"steps 1 to {last}"
     if policy is None and other.actors is not None:
-        raise TraceError(f"{other.actors} actors draw other samples than in {trace.meta.run_id}; name a policy")
+        raise TraceError(f"{other.actors} actors generate other samples than in {trace.meta.run_id}; name a policy")
     name, chosen = policy if policy is not None else (AS_RECORDED, AsRecorded(trace))
     prices = PriceBook.model_validate(trace.meta.prices)
     kind = other.kind or device_kind(trace)

@@ -34,7 +34,7 @@ def page(comparison: PolicyComparison) -> str:
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     parts: list[Part] = [part] if part == "all" else ["later", "first", "all"]
     few = scenario.seeds < LEAST_VALUES
-    intervals = "no intervals, for which there are too few" if few else f"{CONFIDENCE:.0%} confidence intervals"
+    intervals = "no intervals: too few seeds" if few else f"{CONFIDENCE:.0%} confidence intervals"
     body = [f"<h1>{escape(scenario.name)}</h1>", f"<p>{escape(scenario.description)}</p>"]
     body.append(
         f"<p>{scenario.steps} steps of {scenario.prompts_per_step} x {scenario.samples_per_prompt} responses, "

@@ -253,7 +253,7 @@ class Scenario(SpecModel):
         labels = [entry.shown for entry in self.policies]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
-            raise ValueError(f"policy {twice[0]!r} is there twice; give one of them a `label` of its own")
+            raise ValueError(f"policy {twice[0]!r} appears twice; give one of them its own `label`")
         return self
 
     @property

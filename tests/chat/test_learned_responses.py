@@ -155,7 +155,7 @@ def test_an_answer_without_a_thought_follows_the_thought_that_the_template_ends(
         ("qwen3", said("x <think>a</think> y"), {}, ["'x '"]),
         ("deepseek_r1", said("x <think>a</think> y"), {}, ["'x '"]),
         ("chatml", said(" "), {}, ["`response` is not a response"]),
-        ("chatml", user("a"), {}, ["`response` is not a response", "the assistant begins and ends"]),
+        ("chatml", user("a"), {}, ["`response` is not a response", "starts and ends with the assistant"]),
     ],
 )
 def test_a_response_that_would_be_learned_in_part_is_refused(
@@ -277,7 +277,7 @@ def test_sharegpt(tmp_path: Path) -> None:
 def test_a_conversation_that_the_assistant_begins(tmp_path: Path) -> None:
     row = {"messages": [said("Hello!"), user("a"), said("b")]}
     assert learned(tmp_path, "chatml", row, **WHOLE) == ["b<|im_end|>"]
-    assert "the assistant begins the conversation" in "".join(load(tmp_path, "chatml", row, **WHOLE).warnings)
+    assert "the conversation starts with the assistant" in "".join(load(tmp_path, "chatml", row, **WHOLE).warnings)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3], ids=["nothing", "one message", "the user ends"])
@@ -329,7 +329,7 @@ def test_pairs_that_part_before_the_last_answer(tmp_path: Path) -> None:
     ("row", "parts"),
     [
         ({"prompt": "z", "chosen": [user("a"), _GOOD], "rejected": [user("a"), _BAD]}, ["not a message", "got 'z'"]),
-        ({"prompt": [user("z")], "chosen": [user("a"), _GOOD], "rejected": [user("a"), _BAD]}, ["do not begin with"]),
+        ({"prompt": [user("z")], "chosen": [user("a"), _GOOD], "rejected": [user("a"), _BAD]}, ["do not start with"]),
         ({"chosen": [user("a"), _GOOD], "rejected": [user("b"), _BAD]}, ["differ before the assistant answers"]),
         ({"chosen": [user("a"), _GOOD], "rejected": [user("a"), _GOOD]}, ["both responses are the same"]),
         ({"chosen": [user("a"), _GOOD, user("c")], "rejected": [user("a"), _BAD]}, ["`chosen` is not a response"]),

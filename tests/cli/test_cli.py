@@ -230,8 +230,8 @@ def test_another_spec_is_refused_by_name(interrupted):
     before = (interrupted / "spec.yaml").read_text()
     result = invoke("run", "--resume", interrupted, "--set", "seed=5", "--set", "generation.max_tokens=7")
     assert result.exit_code == 2
-    assert "- seed: 5, but the run began with 0" in result.stderr
-    assert "- generation.max_tokens: 7, but the run began with 16" in result.stderr
+    assert "- seed: 5, but the run started with 0" in result.stderr
+    assert "- generation.max_tokens: 7, but the run started with 16" in result.stderr
     assert (interrupted / "spec.yaml").read_text() == before
 
 
@@ -276,7 +276,7 @@ def test_other_steps_of_a_falling_rate_are_refused_until_they_are_allowed(begun)
     result = invoke("run", "--resume", folder, "--set", "steps=20")
     assert result.exit_code == 2
     # 1e-6 times 1 - 2 / 10, 1 - 3 / 20 and 1 - 3 / 10
-    assert "step 3 ended with a rate of 8e-07, and step 4 would go on with 8.5e-07 instead of 7e-07" in result.stderr
+    assert "step 3 ended with a rate of 8e-07, and step 4 would continue with 8.5e-07 instead of 7e-07" in result.stderr
     assert (folder / "spec.yaml").read_text() == before
     assert invoke("run", "--resume", folder, "--set", "steps=20", "--allow-changed", "schedule").exit_code == 0
     assert attempts.pop()[0].steps == 20
@@ -412,12 +412,12 @@ def test_devices_are_compared_and_the_chosen_ones_written(sized, tmp_path):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        (["--devices", "8xh100", "--devices", "1xl40s"], "several devices are for --compare"),
-        (["--devices", "8xh100", "--out", "there"], "it needs --compare"),
+        (["--devices", "8xh100", "--devices", "1xl40s"], "multiple devices require --compare"),
+        (["--devices", "8xh100", "--out", "there"], "requires --compare"),
         (["--compare", "--devices", "1xl40s", "--out", "there", "--row", "9"], "9 is no row that fits"),
         (["--compare", "--quantization", "fp4"], "'fp4': Input should be 'off'"),
         (["--compare", "--share-prefixes", "perhaps"], "'perhaps': Input should be"),
-        (["--devices", "8xh100", "--share-prefixes", "true"], "it needs --compare"),
+        (["--devices", "8xh100", "--share-prefixes", "true"], "requires --compare"),
         (["--compare", "--measured", "report.json"], "a report is of one kind of device"),
     ],
 )

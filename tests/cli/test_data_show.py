@@ -123,7 +123,7 @@ def test_a_row_that_a_reward_cannot_score_is_shown_and_refused(folder: Folder) -
     output = folder.show(spec, status=2)
     assert "expected: two" in output
     assert "cannot score it: reward 'level': the column `level` is missing" in output
-    assert "the rewards cannot score what is shown: 1 problem\n- train.jsonl:1: " in output
+    assert "the rewards cannot score the rows shown: 1 problem\n- train.jsonl:1: " in output
     folder.show(spec, "--row", "2")
 
 

@@ -56,7 +56,7 @@ def test_two_seeds_have_no_interval_and_the_best_static_fleet_is_named(scenario:
     (row,) = [line for line in result.stdout.splitlines() if line.startswith("best_static ")][:1]
     assert len(row.split()) == 6, "means alone"
     page = (tmp_path / "out" / "tiny" / "report.html").read_text()
-    assert "no intervals, for which there are too few" in page
+    assert "no intervals: too few seeds" in page
 
 
 def test_the_time_that_is_left_is_said_soon_and_again_when_it_has_doubled() -> None:

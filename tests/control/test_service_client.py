@@ -21,7 +21,7 @@ def test_numbers_go_on_over_attempts_and_an_older_one_is_shut_out(tmp_path: Path
     first.add("message", {"message": "a"})
     first.add("message", {"message": "b"})
     second = Outbox(tmp_path, 2)
-    with pytest.raises(StaleOutbox, match="attempt 2 of the run has begun"):
+    with pytest.raises(StaleOutbox, match="attempt 2 of the run has started"):
         first.add("message", {"message": "too late"})
     second.add("message", {"message": "c"})
     assert [(item.seq, item.attempt, item.data["message"]) for item in second.after(0)] == [

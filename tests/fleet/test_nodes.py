@@ -59,7 +59,7 @@ def test_a_shortage_says_what_is_asked_and_what_is_free() -> None:
     group = DeviceGroup("generation-0", tuple(Device(f"gpu-{i}", "h100", i) for i in range(4)))
     busy, small = Node("a", "10.0.0.1", 8, 8, "h100", 8, 2), Node("b", "10.0.0.2", 8, 8, "h100", 2, 2)
     assert shortage(group, [busy, small]) == "4 x h100 on one node: 10.0.0.1 has 2 of 8 free, 10.0.0.2 has 2 of 2 free"
-    assert shortage(group, [small]) == "4 x h100 on one node: no node has so many (10.0.0.2 has 2 of 2 free)"
+    assert shortage(group, [small]) == "4 x h100 on one node: no node has that many (10.0.0.2 has 2 of 2 free)"
     assert shortage(group, [Node("c", "10.0.0.3", 8, 8)]) == "4 x h100 on one node: no node of the cluster has any"
 
 

@@ -122,7 +122,7 @@ async def test_a_node_that_joins_is_used_and_one_that_dies_is_missed(
         said_s, text = run.shown[0]
         assert said_s - began_s < 10
         assert "127.0.0.2 has 3 of 3 free, 127.0.0.3 has 2 of 2 free" in text
-        assert "4 x h100 on one node: no node has so many" in text
+        assert "4 x h100 on one node: no node has that many" in text
         assert text in caplog.text
         assert not run.actors.replicas()[0].open_device_s, "devices that are waited for are billed"
         joined = add(ray_nodes, C, 4)

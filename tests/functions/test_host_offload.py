@@ -143,5 +143,5 @@ def test_waking_waits_for_memory_that_a_killed_process_gives_back(monkeypatch: p
 
 def test_waking_ends_with_both_figures_where_the_memory_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 * GIB, 80 * GIB))
-    with pytest.raises(MemoryError, match=r"8\.00 GiB are to come back, and 1\.00 of 80\.00 GiB are free"):
+    with pytest.raises(MemoryError, match=r"8\.00 GiB are needed to wake, but only 1\.00 of 80\.00 GiB are free"):
         require_free(torch.device("cuda"), 8 * GIB, wait_s=0.0)

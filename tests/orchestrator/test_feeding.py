@@ -142,7 +142,7 @@ async def test_workers_that_come_too_late_are_fed_again_and_those_of_a_lost_acto
 async def test_a_learner_that_has_begun_another_step_ends_the_load_at_once() -> None:
     scene = Scene("a")
     scene.cluster.loads = {"a": asyncio.get_running_loop().create_future()}
-    with pytest.raises(LearnerLost, match=r"run/1/1/.*: the learner has begun another step"):
+    with pytest.raises(LearnerLost, match=r"run/1/1/.*: the learner has started another step"):
         await scene.weights.sync(weights_of(1), CALL)
 
 

@@ -237,7 +237,7 @@ async def test_a_broken_policy_is_logged_once_and_counted_each_time(caplog: pyte
         await scene.ended("a", "b")
     assert scene.runner.figures(3)["policy_faults"] == 3.0
     assert [record.message for record in caplog.records] == [
-        "the scaling policy failed at StepBegan; samples without a slot are split evenly, there and whenever it "
+        "the scaling policy failed at StepBegan; unassigned samples are split evenly, then and whenever it "
         "fails again (metric policy_faults)"
     ]
 

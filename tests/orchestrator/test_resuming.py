@@ -181,7 +181,7 @@ def test_a_change_is_named_and_refused_until_it_is_allowed(
     assert refusal(place, run_folder, others) == message
     assert (run_folder / INPUTS_FILE).read_text() == record
     (warning,) = hold_inputs(spec_of(place), run_folder, (kind,))
-    assert warning.endswith("; the change was allowed, and the run goes on with it")
+    assert warning.endswith("; the change was allowed; the run resumes with it")
     assert hold_inputs(spec_of(place), run_folder) == []  # recovery from a later crash reports nothing
 
 
@@ -214,7 +214,7 @@ def test_after_a_change_samples_that_no_checkpoint_holds_are_generated_again(
     now = spec_of(place, optimizer=optimizer, steps=40 if change in ("rates", "steps") else 20)
     warnings = hold_inputs(now, folder, ("data", "code"), before)
     told = "after step 3, the newest checkpoint" if saved else "from step 1, because no checkpoint was saved yet"
-    expected = [f"the run goes on {told}: with the change, 2 later step(s) are generated and learned again"] * again
+    expected = [f"the run resumes {told}: with the change, 2 later step(s) are generated and learned again"] * again
     assert [each.partition(";")[0] for each in warnings if "allowed" not in each] == expected
     with closing(Journal(folder / JOURNAL_FILE)) as journal:
         assert bool(journal.rollouts(4, 5)) is not again
@@ -293,12 +293,22 @@ def scheduled(steps: int, optimizer: Mapping[str, Any], **changes: Any) -> RunSp
             {"rate_schedule": "linear"},
             40,
             10,
-            "a rate of 5.5e-06, and step 11 would go on with 7.5e-06 instead of 5e-06",
+            "a rate of 5.5e-06, and step 11 would continue with 7.5e-06 instead of 5e-06",
         ),
-        ({"rate_schedule": "linear"}, 11, 10, "go on with 9.09e-07 instead of 5e-06"),
-        ({"rate_schedule": "cosine"}, 40, 20, "a rate of 6.16e-08, and step 21 would go on with 5e-06 instead of 0"),
-        ({"rate_schedule": "linear", "rate_floor": 0.5}, 40, 20, "step 21 would go on with 7.5e-06 instead of 5e-06"),
-        ({"rate_schedule": "linear", "warmup_steps": 5}, 40, 3, "a rate of 6e-06, and step 4 would go on with 8e-06"),
+        ({"rate_schedule": "linear"}, 11, 10, "continue with 9.09e-07 instead of 5e-06"),
+        ({"rate_schedule": "cosine"}, 40, 20, "step 21 would continue with 5e-06 instead of 0"),
+        (
+            {"rate_schedule": "linear", "rate_floor": 0.5},
+            40,
+            20,
+            "21 would continue with 7.5e-06 instead of 5e-06",
+        ),
+        (
+            {"rate_schedule": "linear", "warmup_steps": 5},
+            40,
+            3,
+            "6e-06, and step 4 would continue with 8e-06",
+        ),
         ({"rate_schedule": "constant"}, 40, 10, None),
         ({"rate_schedule": "linear"}, 20, 10, None),
         ({"rate_schedule": "linear"}, 40, 0, None),
@@ -322,5 +332,5 @@ def test_each_optimiser_is_named() -> None:
     found = schedule_problems(scheduled(12, optimizer, **changes), scheduled(22, optimizer, **changes), 7)
     assert ["optimizer.rate_schedule" in each.what for each in found] == [True, True]
     # The policy has done (7 - 2) * 2 of (12 - 2) * 2 updates, and the critic 14 of 24.
-    assert "step 8 would go on with 7.5e-06 instead of 5e-06" in found[0].what
+    assert "step 8 would continue with 7.5e-06 instead of 5e-06" in found[0].what
     assert f"instead of {2e-5 * (1 - 14 / 24):.3g}" in found[1].what

@@ -98,7 +98,7 @@ def test_an_engine_that_cannot_load_in_flight_is_refused_unless_it_need_not() ->
     assert not RunSpec.model_validate(values).schedule.in_flight
     with pytest.raises(ValidationError) as refused:
         RunSpec.model_validate(values | {"schedule": "async"})
-    for part in ("cannot load weights while it draws", "in_flight"):
+    for part in ("cannot load weights while it generates", "in_flight"):
         assert part in str(refused.value)
 
 

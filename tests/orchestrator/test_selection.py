@@ -159,7 +159,7 @@ def test_what_draws_beside_the_groups_of_a_step_is_refused() -> None:
         RunSpec.model_validate(MINIMAL | {"schedule": "partial", "algorithm": {"type": "dapo"}})
     for part in (
         "schedule.type is partial, which leaves groups to later steps",
-        "draws other prompts in place of those without signal",
+        "replaces prompts without signal",
         "max_redraws to 0",
     ):
         assert part in str(refused.value)

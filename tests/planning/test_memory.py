@@ -608,7 +608,7 @@ def test_a_run_goes_on_with_what_its_devices_settled_where_the_spec_leaves_it_op
     assert again.learner.micro_batch_tokens == 9216
     assert keep_resolved(spec(learner={"ranks": 8}), before).learner.ranks == 8
     chosen = keep_resolved(edited(given, {"model.dtype": "float32"}), before)
-    with pytest.raises(InputError, match=r"model\.dtype: 'float32', but the run began with 'bfloat16'"):
+    with pytest.raises(InputError, match=r"model\.dtype: 'float32', but the run started with 'bfloat16'"):
         check_resumable(before, chosen, "run.yaml")
 
 

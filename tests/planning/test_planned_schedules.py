@@ -140,7 +140,7 @@ def test_the_cheapest_that_keeps_the_deadline_is_chosen(deadline_s: float, chose
 
 def test_what_the_spec_refuses_says_why() -> None:
     found = refusals(rows_of(question(algorithm="dapo"), predictor(SECONDS, EVEN)))
-    assert "draws other prompts in place of those without signal" in (found["partial"] or "")
+    assert "replaces prompts without signal" in (found["partial"] or "")
 
 
 def test_without_a_prediction_each_says_why() -> None:

@@ -45,7 +45,7 @@ BAD = {
         WHOLE,
         {"prompt": [USER, SAID, USER]},
         {"response_field": None},
-        "is not one that the assistant ends",
+        "does not end with an assistant message",
     ),
     "no response": ("sft", WHOLE | {"response": "a", "prompt": "b"}, {"prompt": "b"}, {}, "no response in `response`"),
     "equal answers": ("dpo", PAIR, PAIR | {"rejected": "It is 46"}, {}, "both responses are the same"),
@@ -178,5 +178,5 @@ def test_data_show_says_why_a_row_is_skipped(tmp_path: Path) -> None:
 
 def test_no_resumed_run_changes_what_is_skipped(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", PROMPT, PROMPT, ())
-    with pytest.raises(InputError, match=r"prompts\.on_bad_row: 'skip', but the run began with 'refuse'"):
+    with pytest.raises(InputError, match=r"prompts\.on_bad_row: 'skip', but the run started with 'refuse'"):
         check_resumable(spec_of("rlhf", file, "refuse"), spec_of("rlhf", file, "skip"), "spec.yaml")

@@ -27,7 +27,7 @@ def test_unknown_tokens_are_counted(warnings, write_rows):
     path = write_rows([{"prompt": "w1 w2 w3"}, {"prompt": "w1 what w2 is"}, {"prompt": "this w1 w2"}])
     assert warnings(path) == (
         "prompts.path: 3 of 10 tokens (30.0%) are the unknown token '<unk>', in 2 of 3 prompts, such as "
-        "train.jsonl:2: 'w1 what w2 is'; the policy cannot see what is written there",
+        "train.jsonl:2: 'w1 what w2 is'; the policy cannot see that text",
     )
 
 

@@ -146,7 +146,7 @@ def test_a_model_is_exported_without_the_learners_state(tmp_path: Path) -> None:
     assert export_model(f"{run}/{CHECKPOINTS_FOLDER}/step-000010", tmp_path / "first").step == 10
     for name in ("newest", "first"):
         assert [path.name for path in (tmp_path / name).rglob("*")] == ["model.safetensors"]
-    with pytest.raises(CheckpointError, match="newest is there already"):
+    with pytest.raises(CheckpointError, match="newest already exists"):
         export_model(str(run), tmp_path / "newest")
     with pytest.raises(CheckpointError, match="is not a checkpoint of a run"):
         export_model(str(tmp_path), tmp_path / "other")

@@ -117,7 +117,7 @@ def test_a_run_is_resumed_with_its_own_settings_only(load, module):
     before, now = load(f"{{type: {module}:Mine}}"), load(f"{{type: {module}:Mine, scale: 3}}")
     assert differences(before, now) == [("algorithm.scale", 1.0, 3.0)]
     check_resumable(before, before, "run.yaml")
-    with pytest.raises(InputError, match=r"algorithm\.scale: 3\.0, but the run began with 1\.0"):
+    with pytest.raises(InputError, match=r"algorithm\.scale: 3\.0, but the run started with 1\.0"):
         check_resumable(before, now, "run.yaml")
     other = dict(zip("nbw", zip(*differences(load("grpo"), before), strict=True), strict=True))
     assert {"algorithm.type", "algorithm.clip_low", "algorithm.scale"} <= set(other["n"])

@@ -36,7 +36,11 @@ def spec(quantization: str, **changes: Any) -> RunSpec:
             ["algorithm.importance is null", "quantization to off"],
         ),
         ("fp8", {"generation": {"engine": {"type": OWN_ENGINE}}}, ["fp8 is for vLLM", OWN_ENGINE, "set it to off"]),
-        ("fp8", {"generation": {"speculation": {"method": "mtp"}}}, ["not tried beside", "ngram or suffix"]),
+        (
+            "fp8",
+            {"generation": {"speculation": {"method": "mtp"}}},
+            ["has not been tried with draft weights", "ngram or suffix"],
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(quantization: str, changes: dict[str, Any], parts: list[str]) -> None:

@@ -36,11 +36,11 @@ def test_length_fleet_and_prices_may_change() -> None:
 @pytest.mark.parametrize(
     ("changes", "field", "values"),
     [
-        ({"seed": 1}, "seed", "1, but the run began with 0"),
-        ({"generation": {"temperature": 0.5}}, "generation.temperature", "0.5, but the run began with 1.0"),
-        ({"rewards": VALUES["rewards"][:1]}, "rewards.1.free_tokens", "None, but the run began with 3"),
+        ({"seed": 1}, "seed", "1, but the run started with 0"),
+        ({"generation": {"temperature": 0.5}}, "generation.temperature", "0.5, but the run started with 1.0"),
+        ({"rewards": VALUES["rewards"][:1]}, "rewards.1.free_tokens", "None, but the run started with 3"),
         ({"prompts": {"path": "p", "held_out": {"fraction": 0.5}}}, "prompts.held_out.fraction", "0.5, but"),
-        ({"optimizer": {"betas": [0.9, 0.5]}}, "optimizer.betas.1", "0.5, but the run began with"),
+        ({"optimizer": {"betas": [0.9, 0.5]}}, "optimizer.betas.1", "0.5, but the run started with"),
     ],
 )
 def test_what_makes_another_run_is_refused_by_name(changes: dict[str, Any], field: str, values: str) -> None:

@@ -169,7 +169,7 @@ def test_a_resumed_run_shows_the_step_and_the_time_of_all_its_attempts_at_once()
     assert console.done == 0
     console.resumed(12, 3, 3600.0)
     assert console.done == 12
-    assert out.getvalue().splitlines() == ["run demo", "step 12/20  goes on, attempt 3; earlier ones took 1:00:00"]
+    assert out.getvalue().splitlines() == ["run demo", "step 12/20  resumed, attempt 3; earlier ones took 1:00:00"]
     now.now_s += 60
     frame = text_of(console._frame())
     assert "step 12/20" in frame

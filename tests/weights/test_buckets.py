@@ -140,7 +140,7 @@ def test_a_worker_that_came_too_late_is_in_the_next_feed(store: BucketStore, tmp
 
 def test_a_feed_that_does_not_begin_is_waited_for_no_longer_than_a_sync(store: BucketStore, tmp_path: Path) -> None:
     stored = store.put("run", 1, 1, stream(1.0))
-    with pytest.raises(WeightFileError, match="the learner did not begin to give them within 0 s"):
+    with pytest.raises(WeightFileError, match="the learner did not start to feed them within 0 s"):
         next(reader(tmp_path, wait_s=0.2).read(stored.location))
 
 

@@ -149,7 +149,7 @@ class VllmEngine:
 
     async def sample(self, request: SampleRequest) -> Sampled:
         """Generate one response; see Engine.sample."""
-        self.rest.require_awake("draw a sample")
+        self.rest.require_awake("generate a sample")
         if request.request_id in self._serials:
             raise ValueError(f"request {request.request_id!r} is in flight already; ids must differ")
         future = self._expect()
@@ -245,7 +245,7 @@ class VllmEngine:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.settings.timeouts.drain_s)
         if not processes.end_session(self._process.pid, GRACE_S, KILL_S):
-            log.error("processes of an engine are there %.0f s after they were killed; they may hold a device", KILL_S)
+            log.error("engine processes still running %.0f s after SIGKILL; they may hold a device", KILL_S)
         return self._process.wait()
 
     async def _change(self, doing: str, method: str, *arguments: Any) -> Any:

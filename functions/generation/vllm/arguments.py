@@ -135,8 +135,8 @@ def _require_flashinfer_kernels() -> None:
     if missing := [name for name in FLASHINFER_KERNELS if importlib.util.find_spec(name) is None]:
         packages = " and ".join(name.replace("_", "-") for name in missing)
         raise ValueError(
-            f"generation.engine.flashinfer is true, but {packages} is not installed beside this engine; install it on "
-            "every node, of the version of flashinfer-python, or leave flashinfer out"
+            f"generation.engine.flashinfer is true, but {packages} is not installed where this engine runs; install it "
+            "on every node, in the version of flashinfer-python, or leave flashinfer out"
         )
 
 
@@ -154,7 +154,7 @@ def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
     if settings.kv_connector == "nixl":
         if importlib.util.find_spec("nixl") is None:
             raise ValueError(
-                "scaling.prefill.kv_connector is nixl, but the package nixl is not installed beside this engine; "
+                "scaling.prefill.kv_connector is nixl, but the package nixl is not installed where this engine runs; "
                 "install it on every node (the extra `nixl` of rlhfless), or set kv_connector to folder (engines of "
                 "one node)"
             )

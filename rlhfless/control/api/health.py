@@ -34,7 +34,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz", summary="Runs can start", responses={503: {"description": "What is waited for."}})
+@router.get("/readyz", summary="Runs can start", responses={503: {"description": "What the service waits for."}})
 async def readyz(service: OfService) -> JSONResponse:
     """200 when database and Ray answer; 503 says what the service waits for."""
     waiting = []

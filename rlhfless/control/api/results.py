@@ -197,7 +197,7 @@ async def trace_folder(service: Service, run_id: str) -> str:
     run = await service.run(run_id)
     folder = trace_of(run.folder)
     if folder is None:
-        raise ApiError(404, "not_found", f"run {run_id} has no trace yet: it begins with its first step")
+        raise ApiError(404, "not_found", f"run {run_id} has no trace yet: it starts with the first step")
     return folder
 
 

@@ -90,7 +90,7 @@ class Outbox:
     def _require_newest(self) -> None:
         (newest,) = self._database.execute("SELECT coalesce(max(attempt), 0) FROM attempts").fetchone()
         if newest > self._attempt:
-            raise StaleOutbox(f"attempt {newest} of the run has begun; attempt {self._attempt} ends")
+            raise StaleOutbox(f"attempt {newest} of the run has started; attempt {self._attempt} ends")
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ export function eventsTab(root, { path }) {
 /** The ends of the run's log and of its driver's. */
 export function logsTab(root, { path }) {
   const text = h("pre", { class: "log", tabindex: "0", "aria-label": "Log" });
-  const empty = h("p", { class: "empty", hidden: true }, "No log yet: it begins with the run's first driver.");
+  const empty = h("p", { class: "empty", hidden: true }, "No log yet: it starts with the run's first driver.");
   root.append(panel("Logs", { class: "flush", actions: h("span", { class: "muted small" }, `last ${LOG_LINES} lines, live`) }, text, empty));
   async function refresh() {
     const found = await (await ask(`${path}/logs?lines=${LOG_LINES}`)).text();

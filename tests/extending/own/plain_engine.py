@@ -75,7 +75,7 @@ class PlainEngine:
 
     async def sample(self, request: SampleRequest) -> Sampled:
         self._require_usable()
-        self.rest.require_awake("draw a sample")
+        self.rest.require_awake("generate a sample")
         if request.request_id in self._running:
             raise ValueError(f"request {request.request_id!r} is in flight already; ids must differ")
         limit = self._limit()

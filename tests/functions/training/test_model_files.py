@@ -173,7 +173,7 @@ def test_the_trial_finds_a_file_that_cannot_be_copied(folder: Path, monkeypatch:
         copy(source, target)
 
     monkeypatch.setattr(publishing.shutil, "copyfile", guarded)
-    with pytest.raises(CheckpointError, match=r"could not have tokenizer_config.json, from .*Permission denied"):
+    with pytest.raises(CheckpointError, match=r"cannot write tokenizer_config.json to .*Permission denied"):
         tried(folder)
 
 

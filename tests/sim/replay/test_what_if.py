@@ -95,7 +95,7 @@ def test_more_actors_are_like_the_last_of_the_run(run: Path) -> None:
     assert (few.extrapolated_to, many.extrapolated_to) == ("1 actors", "6 actors")
     allocations = [actor.slot_setup.allocation for actor in setup_of(trace, latency, OtherDevices(actors=6)).actors]
     assert len({device.name for held in allocations[4:] for device in held.devices}) == 2
-    with pytest.raises(TraceError, match="6 actors draw other samples than in demo-4; name a policy"):
+    with pytest.raises(TraceError, match="6 actors generate other samples than in demo-4; name a policy"):
         replay(trace, drawn, latency, None, OtherDevices(actors=6))
 
 

@@ -71,7 +71,7 @@ def machines(**changes: Any) -> dict[str, Any]:
         ({"learner": {"min_devices": 1}}, r"learner.min_devices \(line \d+\): was removed\n    Leave it out"),
         ({"schedule": "auto"}, r"schedule \(line \d+\): 'auto' was removed\n    Name one"),
         ({"schedule": {"type": "sync", "streaming": True}}, r"schedule.streaming \(line \d+\): was removed"),
-        ({"policies": [{"name": "a"}, {"name": "a"}]}, "policy 'a' is there twice; give one of them a `label`"),
+        ({"policies": [{"name": "a"}, {"name": "a"}]}, "policy 'a' appears twice; give one of them its own `label`"),
     ],
 )
 def test_errors_name_the_field_the_value_and_the_mend(tmp_path: Path, changes: dict[str, Any], told: str) -> None:

@@ -110,7 +110,7 @@ def test_a_connector_whose_package_is_missing_is_refused_before_the_engine_start
         engine_arguments(_with_connector("nixl", "cuda"))
     text = str(refused.value)
     assert "scaling.prefill.kv_connector is nixl" in text
-    assert "the package nixl is not installed beside this engine" in text
+    assert "the package nixl is not installed where this engine runs" in text
     assert (
         "install it on every node (the extra `nixl` of rlhfless), or set kv_connector to folder (engines of one node)"
         in text
