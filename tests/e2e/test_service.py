@@ -192,7 +192,7 @@ def test_runs_on_the_same_devices_do_not_feel_each_other(up: Up, assets: Path, w
         up.until(struck, lambda now: now.step >= 3)
         kill_at_work(rank)
         up.until(infinite, lambda now: now.status is Status.CANCELLED)
-    assert "step 1: 2 update(s) were left out" in (up.data / "runs" / infinite / "run.log").read_text()
+    assert "step 1: 2 update(s) skipped" in (up.data / "runs" / infinite / "run.log").read_text()
     for run_id in (calm, struck):
         up.until(run_id, lambda now: now.status is Status.SUCCEEDED)
         folder = up.data / "runs" / run_id
