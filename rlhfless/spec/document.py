@@ -127,10 +127,10 @@ def _parse_json(text: str) -> Document:
         place = f"line {error.lineno}, column {error.colno}"
         raise DocumentError(Problem("", f"not JSON: {error.msg}", origin=place)) from error
     except RecursionError:
-        return _parse_yaml(text)  # which says the line
+        return _parse_yaml(text)  # reports the line
     except ValueError as error:  # a number of more than 4,300 digits
         raise DocumentError(Problem("", f"not JSON: {error}")) from error
-    # JSON is YAML except for tabs between tokens, so the YAML reader finds the lines and keys given twice.
+    # JSON is YAML except for tabs between tokens, so the YAML parser finds lines and duplicate keys.
     return Document(data, _parse_yaml(text.replace("\t", " ")).origins)
 
 

@@ -21,11 +21,11 @@ from rlhfless.util.redaction import redacted
 
 # Longest value quoted in a message.
 _MAX_QUOTE = 80
-# The similarity of words with one typing error; below it, the same key in another section is the better guess.
+# Minimum similarity to suggest a key of the same section; below it, the same key in another section is more likely.
 _TYPING_ERROR = 0.8
-# More differences than that are no typing errors; difflib's similarity decides.
+# With more differences, difflib's similarity decides.
 _MOST_TYPING_ERRORS = 2
-# The number of items that a message names; the others are counted.
+# Most items named in a message; the rest are counted.
 _MAX_COUNTED = 8
 
 PROBLEMS_ERROR = "problems"
@@ -45,7 +45,7 @@ def explain(
     """Return one `Problem` per pydantic error. `origins` gives the place where the user wrote each path. `data` is the
     validated data, which determines the model of fields that name a user's own class."""
     errors = error.errors(include_url=False)
-    # If its items are refused, pydantic also calls the list too short; that would only mislead.
+    # If a list's items are refused, pydantic also reports the list as too short, which would mislead.
     below = {loc[:length] for loc in (details["loc"] for details in errors) for length in range(len(loc))}
     shown = [details for details in errors if not (details["type"] == "too_short" and details["loc"] in below)]
     found = [
@@ -176,7 +176,7 @@ class _Spot:
                 annotation = next((model for model in candidates if tag_of(model) == key), None)
                 continue
             if isinstance(key, str) and not candidates and get_origin(annotation) in (Union, types.UnionType):
-                continue  # the name of an alternative
+                continue  # the name of a union member
             path.append(key)
             value = _below(value, key)
             if get_origin(annotation) is dict:
@@ -244,7 +244,7 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
     elif kind == "literal_error":
         what = f"{shown(value)}: {message}"
         hint = nearest(str(value), map(str, get_args(annotation))).strip()
-    elif not models(annotation):  # a section's own check names the values itself
+    elif not models(annotation):  # a section's own check quotes the values
         what = f"{shown(value)}: {message}"
     return Problem(dotted(path), what, hint, origin_of(path, origins))
 

@@ -25,7 +25,7 @@ class StaticSpec(SpecModel):
     type: Literal["static"] = "static"
 
     actors: Processes | None = None
-    """Number of generation actors. `null`: as many as fit on the devices."""
+    """Number of generation actors. `null`: the maximum that the devices and `scaling.generation` allow."""
 
 
 POLICY_SEAM = PluginField("scaling policy", built_in=(CostAwareSpec, StaticSpec), methods=("decide",))
@@ -120,8 +120,10 @@ class GenerationScalingSpec(SpecModel):
     """Limits on the number of generation actors. Set both to the same value for a fixed fleet."""
 
     min_actors: Processes = 1
+    """Minimum generation actors."""
     max_actors: Processes | Literal["auto"] = "auto"
-    """`auto`: on GPUs, as many as fit next to the other functions; on CPU cores, `min_actors`."""
+    """Maximum generation actors. `auto`: on GPUs, all that fit next to the other functions; on CPU cores,
+    `min_actors`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> GenerationScalingSpec:
@@ -226,8 +228,8 @@ class ScalingSpec(SpecModel):
     policy: PolicySpec = CostAwareSpec()
     """Scaling policy that decides during the run, within the limits below: a name, or `{type: ...}` with the policy's
     own keys. `cost_aware` plans each step under the contract from a forecast of its response lengths. `static` always
-    runs `max_actors`. The other names are policies of other systems. See docs/policies.md for all policies and
-    docs/extending.md for your own."""
+    runs the same number of actors, by default `max_actors`. See docs/policies.md for both and docs/extending.md for
+    your own. Policies of other systems are only available in scenarios of `rlhfless simulate`."""
 
     contract: ContractSpec = WeightedSpec()
     """Goal for time and cost. By default, one percent of time counts as much as one percent of cost. With `min_actors`

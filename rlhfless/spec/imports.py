@@ -22,7 +22,7 @@ from rlhfless.spec.explain import nearest
 IMPORT_PATH = re.compile(r"[\w.]+:[\w.]+")
 """Pattern of an import path. Short names of built-in classes have no colon."""
 
-# Frames between our call and the user's code: the calling files, and the import system's.
+# Frames between our call and the user's code: our own files and the import system.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _NOT_THEIRS = (
     *(os.path.join(_PACKAGE, folder) for folder in ("spec", "rewards")),
@@ -95,10 +95,10 @@ def is_importable(module: str) -> bool:
     for part in module.split("."):
         first, name = not name, f"{name}.{part}".lstrip(".")
         if folders is None:
-            return False  # below a module that is no package
+            return False  # inside a module that is not a package
         module_spec = PathFinder.find_spec(name, list(folders))
         if module_spec is None and first and part != "__main__":
-            module_spec = find_spec(name)  # installed in an own way, such as editable
+            module_spec = find_spec(name)  # installed in another way, such as editable
         if module_spec is None:
             return False
         folders = module_spec.submodule_search_locations

@@ -16,7 +16,7 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 def schema_validator(schema: Any) -> Validator:
     """Return a validator of the draft that the schema names. Raises ValueError if it is not a JSON schema, or refers to
     anything outside itself other than the drafts, which are in memory."""
-    # Here, because a spec without such a reward should not wait for the imports.
+    # Imported here, so that specs without such a reward do not wait for the import.
     import jsonschema
     from jsonschema.validators import validator_for
     from referencing import Registry
@@ -27,11 +27,11 @@ def schema_validator(schema: Any) -> Validator:
         outside = next(_outside(schema, str(kind.META_SCHEMA["$schema"])), None)
     except jsonschema.SchemaError as error:
         raise ValueError(f"is no JSON schema: {first_line(error)}") from error
-    except (AttributeError, TypeError, RecursionError) as error:  # in parts that the draft's own schema does not check
+    except (AttributeError, TypeError, RecursionError) as error:  # in parts the draft's own schema does not check
         raise ValueError(f"is no JSON schema: {type(error).__name__}: {error}") from error
     if outside is not None:
         raise ValueError(f"refers to {outside!r}, which is not in the schema itself; copy it under `$defs`")
-    # The default registry fetches what it does not have.
+    # The default registry would fetch missing schemas.
     validator: Validator = kind(schema, registry=Registry())
     return validator
 

@@ -27,7 +27,9 @@ class AdamWSpec(SpecModel):
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-6
     """Learning rate: AdamW changes each weight by about this much per optimizer step."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Decay rates of the running averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Small constant added to the denominator for numerical stability."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Weight decay for matrices and embeddings. Norms and biases are not decayed (as in nanoGPT, Megatron-LM and the
     Hugging Face Trainer)."""
@@ -217,7 +219,7 @@ class ReferenceSpec(SpecModel):
 
     ranks: Ranks = "auto"
     """Ranks (processes) that share the frozen policy and the batch, on the learner's devices. `auto`: on GPUs, one per
-    device, up to one node and as far as the memory plan allows; on CPU cores, 1."""
+    device, up to one node and within the memory plan; on CPU cores, 1."""
 
 
 class RewardPart(SpecModel):
@@ -253,7 +255,7 @@ class ScoringSpec(SpecModel):
 
     reward_model_ranks: Ranks = "auto"
     """Ranks (processes) that share each reward model and the samples, on the learner's devices. `auto`: on GPUs, one
-    per device, up to one node and as far as the memory plan allows; on CPU cores, 1."""
+    per device, up to one node and within the memory plan; on CPU cores, 1."""
 
     on_failure: OnFailure = "drop"
     """Action when a reward fails on a sample. `drop`: exclude the sample from its group's statistics and from the loss.

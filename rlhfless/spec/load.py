@@ -135,7 +135,7 @@ def _read(path: Path) -> str:
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             raise SpecError(str(path), [Problem("", "is a folder, not a spec file")])
-        with path.open("rb") as stream:  # such as /dev/zero, which has no end
+        with path.open("rb") as stream:  # limited, because /dev/zero has no end
             return stream.read(MOST_CHARACTERS * 4 + 1).decode("utf-8-sig")
     except FileNotFoundError:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

@@ -159,7 +159,7 @@ class HttpSpec(RewardPart):
         without_user(url, "send a token instead: name its environment variable as `token_env`")
         try:
             host, port = httpx.URL(url).host, httpx.URL(url).port
-            host.encode("idna")  # as it is looked up
+            host.encode("idna")  # as for the DNS lookup
         except (httpx.InvalidURL, ValueError) as error:
             raise ValueError(f"not a URL: {error}") from error
         if not host:

@@ -109,7 +109,7 @@ OPTIMIZER_KEYS = MappingProxyType({"learner": "optimizer", "critic": "critic.opt
 
 
 class RunSpec(SpecModel):
-    """A run."""
+    """The spec of a run."""
 
     removed: ClassVar[Mapping[str, str]] = REMOVED
     """Removed or foreign key spellings, each refused with its own hint (rlhfless.spec.removed)."""
@@ -143,6 +143,7 @@ class RunSpec(SpecModel):
     dpo: DPOSpec = DPOSpec()
     scoring: ScoringSpec = ScoringSpec()
     algorithm: AlgorithmSpec = GRPOSpec()
+    """RL algorithm: a name, `{type: ...}` with its own keys, or your own class (docs/extending.md)."""
     generation: GenerationSpec = GenerationSpec()
 
     steps: Annotated[int, Field(ge=1)] = 100
@@ -263,8 +264,8 @@ class RunSpec(SpecModel):
     @field_validator("functions")
     @classmethod
     def _own_names_are_free(cls, functions: dict[str, PluginSpec]) -> dict[str, PluginSpec]:
-        # The package's own functions are called as their sections here; `reward_model`, which rewards start, and
-        # `prefill`, a section of `scaling`, have none.
+        # Built-in functions have the names of their sections, except `reward_model` (started by rewards) and `prefill`
+        # (a section of `scaling`).
         if taken := sorted({*functions} & {*cls.model_fields, "reward_model", "prefill"}):
             raise ValueError(f"{taken[0]!r} is taken by the runtime; give your function another name")
         return functions

@@ -33,8 +33,8 @@ class MachinesSpec(SpecModel):
     """Device kind, as named in the price book and the device table."""
 
     nodes: Count = 1
-    """Number of machines. If omitted with `serverless`, as many as the run can use: one actor for each prompt of a
-    step, plus the learner."""
+    """Number of machines. If omitted with `serverless`, all that the run can use: one actor for each prompt of a step,
+    plus the learner."""
 
     devices_per_node: Count
     """Devices per machine."""
