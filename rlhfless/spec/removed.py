@@ -23,6 +23,8 @@ _MOMENTS = (
     "or more `learner.ranks`"
 )
 
+_ONE_POOL = "Leave it out: a simulated run has one generation pool; `rlhfless plan` says whether prefill actors pay"
+
 REMOVED: Mapping[str, str] = MappingProxyType(
     {
         "algorithm.type=remax": (
@@ -64,7 +66,10 @@ REMOVED_FROM_SCENARIOS: Mapping[str, str] = MappingProxyType(
     | {
         "policies.*.placement.learner_elsewhere": REMOVED["placement.learner_elsewhere"],
         "learner.min_devices": "Leave it out: a simulated learner keeps its devices",
-        "heartbeat_s": "Use its new name, `heartbeat_s`",
+        "beat_s": "Use its new name, `heartbeat_s`",
+        "placement.prefill_actors": _ONE_POOL,
+        "policies.*.placement.prefill_actors": _ONE_POOL,
+        "cluster.kv_bytes_per_s": _ONE_POOL,
     }
 )
 

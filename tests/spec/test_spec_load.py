@@ -8,6 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhfless.sim.scenarios import Scenario
 from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, RunSpec
 from rlhfless.spec.document import dump, parse
 from rlhfless.spec.errors import SpecError
@@ -216,6 +217,13 @@ def test_a_removed_schedule_names_the_way_out(fault, lines, problem, hint):
     assert problem in message
     assert hint in message
     assert "1 problem" in message
+
+
+@pytest.mark.parametrize("model", [RunSpec, Scenario])
+def test_no_key_in_use_is_called_removed(model):
+    in_use = set(keys(model))
+    assert "steps" in in_use
+    assert not in_use & {spelling for spelling in model.removed if "=" not in spelling}
 
 
 def test_a_removed_key_is_told_from_an_unknown_one():
