@@ -229,7 +229,7 @@ def test_a_text_begins_once_and_has_no_end(
 @pytest.mark.parametrize(
     ("text", "said_of_it"),
     [
-        ("<|begin_of_text|><|begin_of_text|>hi", "begins with '<|begin_of_text|>' twice"),
+        ("<|begin_of_text|><|begin_of_text|>hi", "starts with '<|begin_of_text|>' twice"),
         ("hi<|end_of_text|>", "ends with the end-of-sequence token '<|end_of_text|>'"),
         ("hi<|eot_id|>", "ends with the end-of-sequence token '<|eot_id|>'"),
     ],

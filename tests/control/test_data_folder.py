@@ -60,7 +60,7 @@ def test_a_folder_that_any_user_can_replace_or_another_has_is_refused(
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    with pytest.raises(NotPrivate, match=r"any user can replace what is in .*shared \(mode 0777\)"):
+    with pytest.raises(NotPrivate, match=r"any user can replace files in .*shared \(mode 0777\)"):
         opened(shared / "data")
     shared.chmod(0o1777)
     opened(shared / "data")

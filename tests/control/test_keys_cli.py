@@ -84,7 +84,7 @@ def test_a_key_is_revoked_by_its_name_where_one_has_it(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, ["keys", *words, "--data", str(tmp_path)])
         return done.exit_code, done.output
 
-    assert "there are no keys" in keys("list")[1]
+    assert "no keys yet" in keys("list")[1]
     for name in ("alice", "bob", "bob"):
         assert keys("create", name, "--scope", "read")[0] == 0
     first, second = (line.split()[0] for line in keys("list")[1].splitlines() if line.endswith("bob"))

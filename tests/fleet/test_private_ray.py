@@ -92,7 +92,7 @@ def test_a_path_that_nothing_makes_short_is_said(open_folder: Path, monkeypatch:
 
 def test_a_place_where_any_user_can_put_another_folder_is_refused(open_folder: Path) -> None:
     open_folder.chmod(0o777)
-    with pytest.raises(NotPrivate, match=r"any user can replace what is in .* \(mode 0777\)"):
+    with pytest.raises(NotPrivate, match=r"any user can replace files in .* \(mode 0777\)"):
         private_ray.make(open_folder / "data")
     assert not (open_folder / "data").exists()
 

@@ -55,5 +55,5 @@ def test_a_folder_that_others_could_replace_is_refused(mode: int, safe: bool, tm
         if safe:
             require_safe_place(folder)
         else:
-            with pytest.raises(NotPrivate, match=rf"any user can replace what is in {above} \(mode 0777\); `chmod o-w"):
+            with pytest.raises(NotPrivate, match=rf"any user can replace files in {above} \(mode 0777\); `chmod o-w"):
                 require_safe_place(folder)

@@ -180,7 +180,7 @@ def test_the_trial_finds_a_file_that_cannot_be_copied(folder: Path, monkeypatch:
 @pytest.mark.parametrize("settings", ['{"num_return_sequences": 4}', '{"cache_implementation": "none"}', "{,}"])
 def test_the_trial_finds_generation_settings_that_no_one_can_read(folder: Path, settings: str) -> None:
     (folder / "generation_config.json").write_text(settings)
-    with pytest.raises(CheckpointError, match=r"generation_config.json, from .*correct that file"):
+    with pytest.raises(CheckpointError, match=r"generation_config.json to a checkpoint, from .*correct that file"):
         tried(folder)
 
 
