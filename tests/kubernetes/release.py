@@ -86,12 +86,15 @@ class Release:
         return {"Authorization": f"Bearer {self.key}"}
 
     def call(self, method: str, path: str, body: Any = None, within_s: float = 120) -> Any:
-        """One call; tried again while the control plane is away. A refusal fails the test."""
+        """Call the API, and retry while the control plane is away. A refusal fails the test."""
+        return self._answer(method, path, body, within_s).json()
+
+    def _answer(self, method: str, path: str, body: Any = None, within_s: float = 120) -> httpx.Response:
         end_s = time.monotonic() + within_s
         while True:
             try:
                 answer = httpx.request(
-                    method, f"http://127.0.0.1:{self._forwarded()}{path}", json=body, timeout=20,
+                    method, f"http://127.0.0.1:{self._forwarded()}{path}", json=body, timeout=60,
                     headers=self._headers,
                 )  # fmt: skip
             except httpx.HTTPError:
@@ -100,7 +103,7 @@ class Release:
                 time.sleep(1)
                 continue
             assert answer.status_code < 400, answer.text
-            return answer.json()
+            return answer
 
     def connection(self) -> httpx.Client:
         """A client that keeps its connection: what `call` takes to make a client and to have a stream forwarded is
@@ -108,10 +111,10 @@ class Release:
         return httpx.Client(base_url=f"http://127.0.0.1:{self._forwarded()}", headers=self._headers, timeout=20)
 
     def until(self, run: str, holds: Callable[[dict[str, Any]], bool], within_s: float) -> dict[str, Any]:
-        """The run, as soon as something holds of it."""
+        """Poll the run until `holds`, and return it. Fails at once if the run ended and `holds` does not."""
         end_s = time.monotonic() + within_s
         while not holds(found := self.call("GET", f"/v1/runs/{run}")):
-            ended = found["status"] in ("failed", "cancelled", "paused")
+            ended = found["status"] in ("succeeded", "failed", "cancelled", "paused")
             assert not ended, f"{found['status']}: {found['status_reason']}"
             assert time.monotonic() < end_s, f"{found['status']} after {within_s:.0f} s: {found['status_reason']}"
             time.sleep(1)
@@ -140,11 +143,7 @@ class Release:
 
     def trace(self, run: str, folder: Path) -> Trace:
         """The run's trace, downloaded."""
-        answer = httpx.get(
-            f"http://127.0.0.1:{self._forwarded()}/v1/runs/{run}/trace", timeout=60,
-            headers=self._headers,
-        )  # fmt: skip
-        assert answer.status_code == 200, answer.text
+        answer = self._answer("GET", f"/v1/runs/{run}/trace")
         with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
             archive.extractall(folder, filter="data")
         return read_trace(folder / f"{run}-trace")
