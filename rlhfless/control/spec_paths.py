@@ -14,13 +14,13 @@ from urllib.parse import unquote
 
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER
-from rlhfless.rewards.workers import OWN_PREFIX
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import locations
 from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import shown
 from rlhfless.spec.imports import IMPORT_PATH
+from rlhfless.util.worker_process import OWN_PREFIX
 
 CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",
         "rewards.*.target", "functions.*", "functions.*.type", "generation.engine.type")  # fmt: skip

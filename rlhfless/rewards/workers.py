@@ -5,26 +5,16 @@ know only the task of a dead worker, not the sample. Our workers announce the sa
 only those, and the others go to another worker.
 
 Every wait is bounded: a worker's start, the first message about a task, and then the limit in that message.
-
-A user's reward gets the locations of Python, libraries and caches, and no secret of the service or run. Its output goes
-to the log under its name, up to a limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import IO, Any
+from typing import Any
 
 from rlhfless.rewards.protocol import (
     Begin,
@@ -40,9 +30,8 @@ from rlhfless.rewards.protocol import (
     VerifierSpec,
     pieces,
 )
-from rlhfless.util import processes
 from rlhfless.util.tasks import gather_or_cancel
-from rlhfless.util.text import legible
+from rlhfless.util.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +40,6 @@ START_S = 120.0
 
 FIRST_WORD_S = 30.0
 """Timeout from a task to its first Begin: no user code runs before that."""
-
-REAP_S = 5.0
-"""Timeout for a killed process to end."""
 
 CHUNK = 8
 """Samples per task: few, so that workers end at about the same time. A message costs a tenth of a millisecond."""
@@ -151,34 +137,30 @@ class _Worker:
 
     def __init__(self, specs: Sequence[VerifierSpec]) -> None:
         self._specs = tuple(specs)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter | None = None
         self._at_work = self._specs[0].label
-        self._output = Output(lambda: self._at_work)
+        self._process = WorkerProcess("rlhfless.rewards.worker", lambda: f"reward {self._at_work}")
         self.whole: tuple[bool, ...] = ()
         """Per reward, whether it needs all samples in one task."""
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return self._process.pid
 
     async def ensure(self) -> None:
         """Start it if it is not running. Raises RewardError."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process.is_running:
             return
-        self.kill()
         try:
             async with asyncio.timeout(START_S):
-                self._reader, self._writer = await asyncio.open_connection(sock=self._spawn())
-                self._send(self._specs)
-                answer = await self._receive()
+                await self._process.start()
+                self._process.send(self._specs)
+                answer = await self._process.receive()
         except TimeoutError:
             self.kill()
             what = f"its worker process did not start within {START_S:g} s: an import hangs"
             raise RewardError(self._specs[0].label, what) from None
         except (EOFError, OSError) as error:
-            what = f"its worker process died at its start: {self._end()}"
+            what = f"its worker process died at its start: {self._process.end()}"
             raise RewardError(self._specs[0].label, what) from error
         except asyncio.CancelledError:
             self.kill()
@@ -196,10 +178,10 @@ class _Worker:
         begun: tuple[int, ...] = ()
         limit_s = FIRST_WORD_S
         try:
-            self._send(Task(reward, tuple(samples[index] for index in indices)))
+            self._process.send(Task(reward, tuple(samples[index] for index in indices)))
             while True:
                 async with asyncio.timeout(limit_s):
-                    event = await self._receive()
+                    event = await self._process.receive()
                 if isinstance(event, End):
                     return
                 if isinstance(event, Begin):
@@ -211,107 +193,8 @@ class _Worker:
             self.kill()
             raise WorkerLost(f"it took longer than {limit_s:g} s, and its worker process was killed", begun) from None
         except (EOFError, OSError) as error:
-            raise WorkerLost(f"its worker process died: {self._end()}", begun) from error
+            raise WorkerLost(f"its worker process died: {self._process.end()}", begun) from error
 
     def kill(self) -> None:
         """Kill the process and its session. Idempotent."""
-        process, self._process = self._process, None
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(REAP_S)
-
-    def _spawn(self) -> socket.socket:
-        """Start the process; return the parent's end of its connection."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P: the current folder must not hide installed packages; `sys.path` is passed on unchanged instead.
-            command = [sys.executable, "-P", "-m", "rlhfless.rewards.worker", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                command,
-                env=environment_of_rewards(os.environ)
-                | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        assert self._process.stdout is not None
-        self._output.follow(self._process.stdout)
-        return ours
-
-    def _send(self, message: Any) -> None:
-        assert self._writer is not None
-        self._writer.write(processes.encode(message))
-
-    async def _receive(self) -> Any:
-        return await processes.read(self._reader)
-
-    def _end(self) -> str:
-        """Describe how the process ended; kill it if it only closed its connection."""
-        process = self._process
-        assert process is not None
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(REAP_S)
-        code = process.returncode
-        self.kill()
-        if code is None:
-            return "it closed its connection"
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-
-# -- environment and output of workers
-
-
-KIB = 1024
-
-PRINTED_KIB = 256
-"""Output limit of one worker, restarts included."""
-
-LINE_BYTES = 8 * KIB
-"""A longer line is split."""
-
-OWN_PREFIX = "RLHFLESS_REWARD_"
-"""Variables with this prefix are passed to rewards."""
-
-_PASSED = re.compile(
-    r"(?i:(https?|all|no)_proxy)|PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH"
-    r"|(SSL_CERT|REQUESTS_CA|CURL_CA|XDG|PYTHON|OMP|MKL|OPENBLAS|NUMBA|CUDA|NVIDIA|TORCH|TRANSFORMERS|NLTK|TIKTOKEN)"
-    r"_?\w*|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_\w+|ENDPOINT)|RLHFLESS_HOME|" + OWN_PREFIX + r"\w+"
-)
-
-
-def environment_of_rewards(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of the parent's environment that a worker gets."""
-    return {name: value for name, value in own.items() if _PASSED.fullmatch(name)}
-
-
-class Output:
-    """Logs the output of one worker's successive processes."""
-
-    def __init__(self, reward: Callable[[], str]) -> None:
-        """`reward`: returns the name of the running reward."""
-        self._reward = reward
-        self._left_bytes = PRINTED_KIB * KIB
-
-    def follow(self, stream: IO[bytes]) -> None:
-        """Copy a process's output to standard error, in a thread."""
-        threading.Thread(target=self._follow, args=(stream,), name="reward-output", daemon=True).start()
-
-    def _follow(self, stream: IO[bytes]) -> None:
-        with stream:
-            while line := stream.readline(LINE_BYTES):
-                was_full, self._left_bytes = self._left_bytes <= 0, self._left_bytes - len(line)
-                if not was_full:
-                    self._say(line.decode("utf-8", "replace").rstrip("\n"))
-                    if self._left_bytes <= 0:
-                        self._say(f"has printed more than {PRINTED_KIB} KiB; further output is dropped")
-
-    def _say(self, text: str) -> None:
-        print(f"[reward {self._reward()}] {legible(text)}", file=sys.stderr, flush=True)
+        self._process.kill()

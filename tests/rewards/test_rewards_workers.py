@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from fakes.builders import samples_of
-from rlhfless.rewards import RewardError, Rewards, workers
+from rlhfless.rewards import RewardError, Rewards
 from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, ScoringSpec
+from rlhfless.util import worker_process
 
 NAUGHTY = """
 import ctypes, os, signal, time
@@ -185,7 +186,7 @@ async def test_what_a_reward_prints_is_named_and_has_an_end(module, scored, capf
 
 
 async def test_the_limit_of_what_is_printed_holds_over_all_processes_of_a_worker(module, capfd, monkeypatch):
-    monkeypatch.setattr(workers, "PRINTED_KIB", 1)
+    monkeypatch.setattr(worker_process, "PRINTED_KIB", 1)
     source = "import os\ndef score(response):\n    print('y' * 700)\n    os._exit(3)"
     rewards = Rewards([spec(module(source), "score")], ScoringSpec(workers=1))
     await rewards.score(samples_of("a", "b", "c", "d"))
