@@ -227,8 +227,8 @@ class StepProgress:
         assert selected is not None, "a step that learns from all leaves nothing"
         gate = GroupGate(selected.learns, {str(group) for group in np.flatnonzero(selected.must_include)})
         for group in np.argsort(complete_s, kind="stable"):
-            passes = gate.left and np.isfinite(complete_s[group]) and gate.passes(str(group))
-            self.left_out[group] = not passes
+            admitted = gate.left and np.isfinite(complete_s[group]) and gate.admits(str(group))
+            self.left_out[group] = not admitted
         table.truncated[~table.finished] = True
         table.finished[:] = True
         table.home[:] = UNASSIGNED

@@ -137,7 +137,7 @@ class ServiceShape:
     def role(self) -> FunctionRole:
         if self.learns:
             return FunctionRole.UPDATES
-        return FunctionRole.SCORES if self.work is Work.SCORE else FunctionRole.COLUMN
+        return FunctionRole.SCORES if self.work is Work.SCORE else FunctionRole.ANNOTATES
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,5 +36,5 @@ KIND = FunctionSpec(
     _wanted,
     lambda _: Bounds(1, "the critic keeps a part of the run's state"),
     _phases,
-    column="values",
+    output="values",
 )

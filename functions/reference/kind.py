@@ -43,11 +43,11 @@ def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPha
 
 KIND = FunctionSpec(
     FunctionName.REFERENCE,
-    FunctionRole.COLUMN,
+    FunctionRole.ANNOTATES,
     "rlhfless.functions.per_token:PerTokenFunction",
     _wanted,
     lambda spec: held(spec, "hold_reference"),
     _phases,
-    column="reference_logprobs",
+    output="reference_logprobs",
     worker="rlhfless.functions.reference.model:FrozenPolicy",
 )

@@ -111,10 +111,10 @@ class PackedBatch:
     )
     old_logprobs: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     reference_logprobs: FloatArray | None = dataclasses.field(
-        default=None, metadata=per_token(np.float32, lambda sample: sample.columns.get("reference_logprobs"))
+        default=None, metadata=per_token(np.float32, lambda sample: sample.outputs.get("reference_logprobs"))
     )
     values: FloatArray | None = dataclasses.field(
-        default=None, metadata=per_token(np.float32, lambda sample: sample.columns.get("values"))
+        default=None, metadata=per_token(np.float32, lambda sample: sample.outputs.get("values"))
     )
     advantages: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     returns: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
@@ -242,7 +242,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         for name, column in known.items()
         if column.of_sample is not None
     }
-    names = dict.fromkeys(name for sample in samples for name in sample.columns if name not in known)
+    names = dict.fromkeys(name for sample in samples for name in sample.outputs if name not in known)
     own: dict[str, Any] = {name: _packed(name, _own(name), samples, response_mask) for name in names}
     batch = PackedBatch(
         own=own,
@@ -308,7 +308,7 @@ def own_denominators(batch: PackedBatch) -> PackedBatch:
 
 
 def _own(name: str) -> Column:
-    return dataclasses.replace(OWN, of_sample=lambda sample: sample.columns.get(name))
+    return dataclasses.replace(OWN, of_sample=lambda sample: sample.outputs.get(name))
 
 
 def _packed(name: str, column: Column, samples: Sequence[Sample], mask: BoolArray) -> npt.NDArray[Any] | None:

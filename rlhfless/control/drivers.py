@@ -33,31 +33,31 @@ LOG_FILE = "driver.log"
 """The output of the driver's process; the run's own log is in the same folder."""
 
 LOG_START = "log_start"
-"""Handle key: size of the log when the driver started to write."""
+"""Key of a DriverHandle: size of the log when the driver started to write."""
 
-Handle = dict[str, Any]
+DriverHandle = dict[str, Any]
 """Identifies a driver, also to a later service. Stored in the database."""
 
 
 class Drivers(Protocol):
     """Starts and stops drivers. Methods may block for a second; none raises for a driver that has ended."""
 
-    def start(self, folder: Path, order: DriverOrder) -> Handle:
+    def start(self, folder: Path, order: DriverOrder) -> DriverHandle:
         """Start a driver. Raises OSError if it cannot be started."""
 
-    def alive(self, handle: Handle) -> bool:
+    def alive(self, handle: DriverHandle) -> bool:
         """Return whether a driver may still be running."""
 
-    def ended_by(self, handle: Handle) -> str:
+    def ended_by(self, handle: DriverHandle) -> str:
         """Return why a driver ended, as text."""
 
-    def hindrance(self, handle: Handle) -> str:
+    def hindrance(self, handle: DriverHandle) -> str:
         """Return why no other driver of the run could start either; empty if one could."""
 
-    def stop(self, handle: Handle) -> None:
+    def stop(self, handle: DriverHandle) -> None:
         """Ask a driver to stop cleanly."""
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: DriverHandle) -> None:
         """Kill a driver."""
 
 
@@ -69,7 +69,7 @@ class LocalDrivers(Drivers):
         self._module = module
         self._started: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, folder: Path, order: DriverOrder) -> Handle:
+    def start(self, folder: Path, order: DriverOrder) -> DriverHandle:
         write_order(folder, order)
         command = [*LOW_PRIORITY, sys.executable, "-m", self._module, str(folder)]
         with (folder / LOG_FILE).open("ab") as log:
@@ -86,12 +86,12 @@ class LocalDrivers(Drivers):
         self._started[process.pid] = process
         return {"pid": process.pid, "created": psutil.Process(process.pid).create_time(), LOG_START: log_start}
 
-    def alive(self, handle: Handle) -> bool:
+    def alive(self, handle: DriverHandle) -> bool:
         if (process := self._started.get(handle["pid"])) is not None and process.poll() is not None:
             return False
         return _process(handle) is not None
 
-    def ended_by(self, handle: Handle) -> str:
+    def ended_by(self, handle: DriverHandle) -> str:
         """Return why a driver ended. Only the service that started the driver knows its exit code."""
         process = self._started.get(handle["pid"])
         code = None if process is None else process.poll()
@@ -101,17 +101,17 @@ class LocalDrivers(Drivers):
             return f"its driver was ended by {signal.Signals(-code).name}"
         return f"its driver has ended with exit code {code}"
 
-    def hindrance(self, handle: Handle) -> str:  # noqa: ARG002
+    def hindrance(self, handle: DriverHandle) -> str:  # noqa: ARG002
         return ""
 
-    def stop(self, handle: Handle) -> None:
+    def stop(self, handle: DriverHandle) -> None:
         _signal(handle, signal.SIGTERM)
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: DriverHandle) -> None:
         _signal(handle, signal.SIGKILL)
 
 
-def _process(handle: Handle) -> psutil.Process | None:
+def _process(handle: DriverHandle) -> psutil.Process | None:
     """Return the driver's process; None if it has ended, even if its id was reused."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(handle["pid"])
@@ -120,7 +120,7 @@ def _process(handle: Handle) -> psutil.Process | None:
     return None
 
 
-def _signal(handle: Handle, number: signal.Signals) -> None:
+def _signal(handle: DriverHandle, number: signal.Signals) -> None:
     if _process(handle) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(handle["pid"], number)
@@ -219,7 +219,7 @@ class JobDrivers(Drivers):
         self._jobs = jobs
         self._module = module
 
-    def start(self, folder: Path, order: DriverOrder) -> Handle:
+    def start(self, folder: Path, order: DriverOrder) -> DriverHandle:
         """Submit a job. Raises OSError if the head does not answer or refuses the job."""
         write_order(folder, order)
         job, log_file = f"{order.run_id}-{order.attempt}", folder / LOG_FILE
@@ -233,7 +233,7 @@ class JobDrivers(Drivers):
             raise OSError(f"the cluster's head has not taken the driver's job: {error}") from error
         return {"job": job, "folder": str(folder), LOG_START: log_start}
 
-    def alive(self, handle: Handle) -> bool:
+    def alive(self, handle: DriverHandle) -> bool:
         """Return whether a job may still be running. A job counts as alive while the head does not answer."""
         try:
             job = self._jobs.find(handle["job"])
@@ -242,7 +242,7 @@ class JobDrivers(Drivers):
             return True
         return job is not None and job.status not in JOB_ENDED
 
-    def ended_by(self, handle: Handle) -> str:
+    def ended_by(self, handle: DriverHandle) -> str:
         with contextlib.suppress(httpx.HTTPError):
             job = self._jobs.find(handle["job"])
             if job is None:
@@ -252,7 +252,7 @@ class JobDrivers(Drivers):
             return f"its driver has ended: {job.message}"
         return "its driver has ended"
 
-    def hindrance(self, handle: Handle) -> str:
+    def hindrance(self, handle: DriverHandle) -> str:
         with contextlib.suppress(httpx.HTTPError):
             job = self._jobs.find(handle["job"])
             if job is not None and job.exit_code == NOT_SHARED:
@@ -260,10 +260,10 @@ class JobDrivers(Drivers):
                 return not_shared(Path(handle["folder"]), what)
         return ""
 
-    def stop(self, handle: Handle) -> None:
+    def stop(self, handle: DriverHandle) -> None:
         with contextlib.suppress(httpx.HTTPError):
             self._jobs.stop(handle["job"])
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: DriverHandle) -> None:
         """Ask the job to stop. Ray cannot kill it at once; it does so after STOP_WAIT_S."""
         self.stop(handle)

@@ -263,8 +263,8 @@ class ReplicaObject(ReplicaNow):
     run_id: str
 
 
-class HolderObject(ApiObject):
-    """A run that holds devices, or waits for them."""
+class ReservationObject(ApiObject):
+    """The devices that a run holds or waits for."""
 
     run_id: str
     name: str
@@ -276,7 +276,7 @@ class HolderObject(ApiObject):
     maximum: int
     asked_at: float
     tenants: int = 1
-    """Most runs that share the run's devices in turns, itself included."""
+    """Maximum number of runs that share the devices by time-slicing, including this one."""
 
 
 class DeviceKindObject(ApiObject):
@@ -287,7 +287,7 @@ class DeviceKindObject(ApiObject):
     total: int
     free: int
     """Devices that are neither granted to a run nor held by one."""
-    runs: list[HolderObject]
+    runs: list[ReservationObject]
     """Runs that hold or wait for devices, in the order of their requests."""
 
 

@@ -139,7 +139,7 @@ class RunSteps:
         self._rollouts.pop(step, None)
         with self._session.console.stage(f"step {step}"):
             if isinstance(experience, Experience):
-                self._session.host.drawn(self._run, step, experience)
+                self._session.host.generated(self._run, step, experience)
             record = await self._stages.train(self._run, self._run.under_way[step], experience)
         what, reward = "step %d: trained in %.1f s, weights %s%s", record.metrics.get("reward_mean")
         score = "" if reward is None else f", reward_mean {reward:.4g}"

@@ -121,7 +121,7 @@ class GenerationStage:
                 async with self._pool.turn(self.request.call):
                     async for group in self._generated():
                         yield group
-            self._journal.take(self._gate.passed)
+            self._journal.take(self._gate.admitted)
             self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
             # The policy takes time to update its estimates; here this overlaps with scoring the last groups.
             if self._asked_s is not None:
@@ -417,7 +417,7 @@ class GenerationStage:
         """Yield the prompt's group when its last sample finishes, unless it is deferred to a later step."""
         if len(self._finished.get(prompt_id, ())) == self.request.samples_per_prompt:
             complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
-            if self._gate.passes(prompt_id):
+            if self._gate.admits(prompt_id):
                 yield Group.of(self._prompts[prompt_id], complete)
 
     async def _stop_streams(self) -> None:

@@ -23,19 +23,19 @@ generation needs. Most of a step's 32 groups complete within 30 ms of another on
 
 ScoredGroups = Sequence[Sequence[Score]]
 ScoreGroups = Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
-ComputeColumn = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArray]]]]
+ComputeOutput = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArray]]]]
 
 
 async def collect(
-    groups: AsyncIterator[Group], count: int, score: ScoreGroups, columns: Mapping[str, ComputeColumn]
+    groups: AsyncIterator[Group], count: int, score: ScoreGroups, outputs: Mapping[str, ComputeOutput]
 ) -> Experience:
-    """Run `score` and each of `columns` on groups as they complete, and return all groups with the results.
+    """Run `score` and each of `outputs` on groups as they complete, and return all groups with the results.
 
     After `count` groups the stages do not wait for more, even if the stream has not ended. Raises RuntimeError if the
     stream ends earlier, or the error of a stage or the stream, which cancels the other stages.
     """
     complete: dict[str, Group] = {}
-    stages: dict[str, _Stage[Any]] = {name: _Stage(work) for name, work in {"score": score, **columns}.items()}
+    stages: dict[str, _Stage[Any]] = {name: _Stage(work) for name, work in {"score": score, **outputs}.items()}
 
     async def feed() -> None:
         async for group in groups:
@@ -55,10 +55,10 @@ async def collect(
     )
 
 
-async def with_columns(experience: Experience, columns: Mapping[str, ComputeColumn]) -> Experience:
+async def with_outputs(experience: Experience, outputs: Mapping[str, ComputeOutput]) -> Experience:
     """Compute per-token outputs of complete experience, and add them to it."""
     groups = experience.groups
-    for name, compute in columns.items():
+    for name, compute in outputs.items():
         values = await compute(groups)
         groups = tuple(group.adding(None, **{name: of}) for group, of in zip(groups, values, strict=True))
     return replace(experience, groups=groups)

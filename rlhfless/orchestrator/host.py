@@ -78,7 +78,7 @@ class Host:
         the spec's maximum. `held` returns the current number of devices of a kind that the run holds or waits for.
         """
 
-    def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
+    def generated(self, run: RLRun, step: int, experience: Experience) -> None:
         """Handle the complete samples of a step. Called for runs that generate."""
 
     def evaluated(self, run: RLRun, step: int, sampled: Experience, greedy: Experience) -> None:

@@ -16,7 +16,7 @@ from rlhfless.functions.base import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.experience import added_up, readable
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.group_pipeline import ComputeColumn, ScoredGroups, ScoreGroups
+from rlhfless.orchestrator.group_pipeline import ComputeOutput, ScoredGroups, ScoreGroups
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
 from rlhfless.orchestrator.ledger import StepAttempt
 from rlhfless.orchestrator.prompt_selection import PromptHistory, select
@@ -116,7 +116,7 @@ class RLRun(BaseRun):
     """The steps in progress, by number."""
     algorithms: AlgorithmState = field(init=False)
     versions: VersionGate = field(init=False)
-    _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
+    _outputs: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
     """Per-token outputs for groups of steps in progress, by step and name of the output."""
 
     def __post_init__(self) -> None:
@@ -228,7 +228,7 @@ class RLRun(BaseRun):
 
         return score
 
-    def columns_of(self, call: Call, *, learned: bool = False) -> dict[str, ComputeColumn]:
+    def per_token_outputs(self, call: Call, *, learned: bool = False) -> dict[str, ComputeOutput]:
         """Create the stages that compute per-token outputs, by name of the output.
 
         `learned=False`: stages that run during generation. `learned=True`: stages that must run after it, because their
@@ -236,9 +236,9 @@ class RLRun(BaseRun):
         reuses its values, because the function may have learned from them since.
         """
 
-        def stage(pool: ReplicaPool) -> ComputeColumn:
+        def stage(pool: ReplicaPool) -> ComputeOutput:
             async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
-                known = self._columns.setdefault((call.step, pool.kind.column), {})
+                known = self._outputs.setdefault((call.step, pool.kind.output), {})
                 if new := [group for group in groups if _key(group) not in known]:
                     replica = await pool.ready(call)
                     batch = pack(readable(new))
@@ -250,9 +250,9 @@ class RLRun(BaseRun):
 
         late = self.trainers.pools if self.spec.schedule.steps_ahead else ()
         return {
-            pool.kind.column: stage(pool)
+            pool.kind.output: stage(pool)
             for pool in self.pools.values()
-            if pool.kind.column and (pool in late) is learned
+            if pool.kind.output and (pool in late) is learned
         }
 
     def release_idle(self, step: int) -> None:
@@ -291,7 +291,7 @@ class RLRun(BaseRun):
 
     async def restore(self) -> int:
         """See BaseRun."""
-        self._columns.clear()  # they belong to the weights before the restore
+        self._outputs.clear()  # they belong to the weights before the restore
         step = await super().restore()
         newest = self.checkpoints.newest()
         self.algorithms.restore(step, newest.notes.kl_coefficient if newest else None)
@@ -318,6 +318,6 @@ class RLRun(BaseRun):
         self.scaler.end_step(record)
         self._close(record, {"response_tokens": [sample.model_tokens for sample in experience.samples]})
         self.under_way.pop(record.step, None)
-        for step, column in list(self._columns):
+        for step, output in list(self._outputs):
             if step <= record.step:
-                del self._columns[step, column]
+                del self._outputs[step, output]

@@ -28,7 +28,7 @@ from rlhfless.orchestrator.experience import (
     without_failures,
 )
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.group_pipeline import ComputeColumn, collect, with_columns
+from rlhfless.orchestrator.group_pipeline import ComputeOutput, collect, with_outputs
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.orchestrator.step_metrics import evaluation_metrics, rollout_metrics, step_metrics
@@ -42,12 +42,12 @@ async def rollout(run: RLRun, context: StepContext) -> Experience:
 
     Raises WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
     """
-    first, columns = context.request, run.columns_of(context.call)
+    first, outputs = context.request, run.per_token_outputs(context.call)
 
     async def generate(request: RolloutRequest) -> Experience:
         stage = run.generate(request, again=request is not first)
         context.stage = context.stage or stage
-        (experience,) = await generate_scored(run, {stage: columns}, context.oldest)
+        (experience,) = await generate_scored(run, {stage: outputs}, context.oldest)
         return experience
 
     experience = await generate(first)
@@ -64,7 +64,7 @@ async def train(run: RLRun, context: StepContext, experience: Experience) -> Ste
     """
     step, call, needs = context.step, context.call, run.spec.algorithm.needs
     staleness = staleness_of(experience, run.published.version)
-    experience = await with_columns(experience, run.columns_of(call, learned=True))
+    experience = await with_outputs(experience, run.per_token_outputs(call, learned=True))
     usable = without_failures(experience, run.spec.scoring, step)
     chosen = with_signal(usable) if needs.with_signal else usable
 
@@ -115,7 +115,7 @@ async def evaluate_held_out(run: RLRun, step: int) -> Mapping[str, float]:
 
 async def generate_scored(
     run: RLRun,
-    stages: Mapping[GenerationStage, Mapping[str, ComputeColumn]],
+    stages: Mapping[GenerationStage, Mapping[str, ComputeOutput]],
     oldest: int,
     apart: PublishedWeights | None = None,
 ) -> Sequence[Experience]:
@@ -126,10 +126,10 @@ async def generate_scored(
     """
     synced = asyncio.Event()
 
-    async def collected(stage: GenerationStage, columns: Mapping[str, ComputeColumn]) -> Experience:
+    async def collected(stage: GenerationStage, outputs: Mapping[str, ComputeOutput]) -> Experience:
         await synced.wait()  # an earlier sync may have left older weights in the actors
         request = stage.request
-        return await collect(stage.groups(), request.groups, run.scoring_of(request.call), columns)
+        return await collect(stage.groups(), request.groups, run.scoring_of(request.call), outputs)
 
     if not any(stage.load_from_journal() for stage in stages):
         synced.set()

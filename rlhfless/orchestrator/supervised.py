@@ -33,7 +33,7 @@ class SupervisedRun(BaseRun):
     under_way: dict[int, StepAttempt] = field(default_factory=dict)
     """The steps in progress, by number."""
     _objective: Objective = field(init=False)
-    _columns: dict[str, list[FloatArray]] = field(default_factory=dict)
+    _outputs: dict[str, list[FloatArray]] = field(default_factory=dict)
     """Reference logprobs of each example's sequences, by prompt id. They never change, and are computed once."""
 
     def __post_init__(self) -> None:
@@ -52,12 +52,12 @@ class SupervisedRun(BaseRun):
         """Pack examples into a batch, with all per-token outputs that the loss needs."""
         batch = pack_examples(examples)
         for pool in self.helpers:
-            new = [example for example in examples if example.prompt_id not in self._columns]
+            new = [example for example in examples if example.prompt_id not in self._outputs]
             if new:
                 await self._compute(pool, call, new)
-            parts = [values for example in examples for values in self._columns[example.prompt_id]]
-            batch = batch.with_columns(**{pool.kind.column: batch.placed(np.concatenate(parts))})
-            if not pool.bounds.idle or len(self._columns) == len(self.order) + len(self.held_out):
+            parts = [values for example in examples for values in self._outputs[example.prompt_id]]
+            batch = batch.with_columns(**{pool.kind.output: batch.placed(np.concatenate(parts))})
+            if not pool.bounds.idle or len(self._outputs) == len(self.order) + len(self.held_out):
                 pool.release(0)  # its work is done for this step, or for the whole run
         return batch
 
@@ -66,7 +66,7 @@ class SupervisedRun(BaseRun):
         values = await self.work(await pool.ready(call), Work.LOGPROBS, "compute", call, batch)
         parts = iter(np.split(values[batch.response_mask], np.cumsum(batch.response_lengths)[:-1]))
         for example in examples:
-            self._columns[example.prompt_id] = [next(parts) for _ in example.sequences]
+            self._outputs[example.prompt_id] = [next(parts) for _ in example.sequences]
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Mapping[str, float]:
         """Return the metrics of examples with the learner's current weights."""

@@ -39,7 +39,7 @@ class FunctionRole(StrEnum):
     """Computes the KV of prompts for the replicas that generate."""
     SCORES = "scores"
     """Adds its part of the score to samples of complete groups."""
-    COLUMN = "column"
+    ANNOTATES = "annotates"
     """Adds a per-token output to samples of complete groups."""
     UPDATES = "updates"
     """Learns from the batch. It keeps part of the run's state, so it is never released."""

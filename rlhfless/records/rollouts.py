@@ -142,7 +142,7 @@ class Sample:
 
     segments: tuple[Segment, ...]
     score: Score | None = None
-    columns: Mapping[str, FloatArray] = field(default_factory=dict)
+    outputs: Mapping[str, FloatArray] = field(default_factory=dict)
     """Per-token outputs by name, each `[model tokens]`: reference logprobs, and outputs of user functions."""
 
     @property
@@ -204,14 +204,14 @@ class Group:
     def rollouts(self) -> tuple[Rollout, ...]:
         return tuple(rollout for sample in self.samples for rollout in sample.rollouts)
 
-    def adding(self, score: Sequence[Score] | None = None, **columns: Sequence[FloatArray]) -> Group:
+    def adding(self, score: Sequence[Score] | None = None, **outputs: Sequence[FloatArray]) -> Group:
         """Return the group with scores and per-token outputs added: one value per sample, in order."""
         samples = self.samples
         if score is not None:
             samples = tuple(replace(sample, score=value) for sample, value in zip(samples, score, strict=True))
-        for name, values in columns.items():
+        for name, values in outputs.items():
             rows = zip(samples, values, strict=True)
-            samples = tuple(replace(sample, columns={**sample.columns, name: value}) for sample, value in rows)
+            samples = tuple(replace(sample, outputs={**sample.outputs, name: value}) for sample, value in rows)
         return replace(self, samples=samples)
 
 

@@ -33,7 +33,7 @@ class Prior:
 TIERS: Mapping[FunctionRole, SleepTier] = {
     FunctionRole.SAMPLES: SleepTier.DROPPED,
     FunctionRole.SCORES: SleepTier.HOST,
-    FunctionRole.COLUMN: SleepTier.HOST,
+    FunctionRole.ANNOTATES: SleepTier.HOST,
     FunctionRole.UPDATES: SleepTier.HOST,
 }
 """By role: where a function with device memory sleeps between two turns. Actors load the next version in any case;

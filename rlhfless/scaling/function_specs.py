@@ -94,8 +94,8 @@ class FunctionSpec:
     bounds: Callable[[RunSpec], Bounds]
     phases: Callable[[MemoryTerms], tuple[MemoryPhase, ...]] = no_phases
     """Memory of one replica or rank on one device."""
-    column: str = ""
-    """The per-token output that it computes: always with the role COLUMN; with UPDATES, from the weights before the
+    output: str = ""
+    """The per-token output that it computes: always with the role ANNOTATES; with UPDATES, from the weights before the
     step's update."""
     publishes: bool = False
     """Whether the engines load the weights that it learns. Exactly one function with the role UPDATES does, and it

@@ -32,14 +32,14 @@ class GroupGate:
         """Initialise the gate. Groups named in `must_include` are always admitted."""
         self.left = learns
         """Number of groups still to be admitted."""
-        self.passed: list[str] = []
+        self.admitted: list[str] = []
         self._must_include = set(must_include)
 
-    def passes(self, name: str) -> bool:
+    def admits(self, name: str) -> bool:
         """Return whether to learn from a newly completed group. Places for `must_include` groups stay reserved."""
         if name not in self._must_include and self.left <= len(self._must_include):
             return False
         self._must_include.discard(name)
         self.left -= 1
-        self.passed.append(name)
+        self.admitted.append(name)
         return True

@@ -11,7 +11,7 @@ import pytest
 
 from fakes.fake_service import RUN, NoDrivers, until
 from rlhfless.control.delivery import DriverOrder
-from rlhfless.control.drivers import NOT_SHARED, Handle, JobDrivers, RayJobs
+from rlhfless.control.drivers import NOT_SHARED, DriverHandle, JobDrivers, RayJobs
 from rlhfless.control.keys import hashed
 from rlhfless.control.run_files import finds_mark, leave_mark
 from rlhfless.control.service import Service
@@ -76,7 +76,7 @@ def test_a_run_that_has_done_something_is_kept(
 def test_a_driver_that_cannot_begin_is_not_tried_again(
     client: httpx.Client, drivers: NoDrivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hindrance(handle: Handle) -> str:
+    def hindrance(handle: DriverHandle) -> str:
         return f"driver {handle['number']} has another folder ({MEND})"
 
     monkeypatch.setattr(drivers, "hindrance", hindrance)

@@ -93,7 +93,7 @@ def test_two_ranks_each_and_both_lose_one(assets: Path, tmp_path: Path, monkeypa
     seen: list[Experience] = []
 
     class Watching(Host):
-        def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
+        def generated(self, run: RLRun, step: int, experience: Experience) -> None:
             seen.append(experience)
 
     start = dataclasses.replace(start, host=Watching())

@@ -147,7 +147,7 @@ class Reads(Host):
     def __init__(self) -> None:
         self.drawn_: list[Experience] = []
 
-    def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
+    def generated(self, run: RLRun, step: int, experience: Experience) -> None:
         self.drawn_.append(experience)
 
 

@@ -46,7 +46,7 @@ def test_turns_lost_functions_and_an_average_change_no_sample_and_no_weight(
     seen: list[Experience] = []
 
     class Watching(Host):
-        def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
+        def generated(self, run: RLRun, step: int, experience: Experience) -> None:
             seen.append(experience)
 
     recovered, digest = asyncio.run(saboteur.drive(dataclasses.replace(start, host=Watching()), sabotage))

@@ -18,7 +18,7 @@ import uvicorn
 
 from rlhfless.control.api.app import make_app
 from rlhfless.control.delivery import DriverOrder
-from rlhfless.control.drivers import Drivers, Handle
+from rlhfless.control.drivers import DriverHandle, Drivers
 from rlhfless.control.ray_host import RAY_FILE
 from rlhfless.control.service import Service, open_database
 from rlhfless.control.settings import ServiceSettings
@@ -57,20 +57,20 @@ class NoDrivers(Drivers):
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
 
-    def start(self, folder: Path, order: DriverOrder) -> Handle:
+    def start(self, folder: Path, order: DriverOrder) -> DriverHandle:
         self.orders.append(order)
         return {"number": len(self.orders) - 1}
 
-    def alive(self, handle: Handle) -> bool:
+    def alive(self, handle: DriverHandle) -> bool:
         return handle["number"] not in self.dead
 
-    def ended_by(self, handle: Handle) -> str:
+    def ended_by(self, handle: DriverHandle) -> str:
         return "its driver was ended by SIGKILL"
 
-    def stop(self, handle: Handle) -> None:
+    def stop(self, handle: DriverHandle) -> None:
         self.stopped.add(handle["number"])
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: DriverHandle) -> None:
         self.dead.add(handle["number"])
 
 

@@ -26,7 +26,7 @@ async def test_values_come_with_the_groups_and_the_critic_learns_before_the_poli
     context, experience = await scene.rolled_out(1)
     assert scene.critic.asked == [("compute", 1)]
     for sample in experience.samples:
-        np.testing.assert_array_equal(sample.columns["values"], np.ones(sample.model_tokens, np.float32))
+        np.testing.assert_array_equal(sample.outputs["values"], np.ones(sample.model_tokens, np.float32))
     record = await train(scene.run, context, experience)
     assert scene.critic.asked == [("compute", 1), ("learn", 1)]
     assert scene.learner.asked == [("learn", 1), ("publish", 1)]
@@ -74,14 +74,14 @@ async def test_a_step_that_is_done_again_has_the_values_from_before_the_critic_l
     again = await rollout(scene.run, scene.run.begin(1))  # its samples come from the journal
     assert scene.critic.computed == 1
     for first, second in zip(experience.samples, again.samples, strict=True):
-        np.testing.assert_array_equal(first.columns["values"], second.columns["values"])
+        np.testing.assert_array_equal(first.outputs["values"], second.outputs["values"])
 
 
 async def test_values_of_a_step_that_is_over_are_forgotten(scene: Scene) -> None:
     await train(scene.run, *await scene.rolled_out(1))
     await scene.rolled_out(2)
     assert scene.critic.computed == 2
-    assert list(scene.run._columns) == [(2, "values")]
+    assert list(scene.run._outputs) == [(2, "values")]
 
 
 async def test_the_critics_prompt_tokens_are_those_of_its_values_and_of_its_learning(scene: Scene) -> None:

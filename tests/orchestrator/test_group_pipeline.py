@@ -35,7 +35,7 @@ async def test_a_group_is_scored_and_referred_before_the_last_one_is_drawn() -> 
     collected = await collect(groups(), 2, score, {"reference_logprobs": reference})
     assert scored == ["b", "a"]
     assert [g.prompt.prompt_id for g in collected.groups] == ["a", "b"]
-    assert [sample.columns["reference_logprobs"].tolist() for sample in collected.samples] == [[-1.0, -1.0]] * 2
+    assert [sample.outputs["reference_logprobs"].tolist() for sample in collected.samples] == [[-1.0, -1.0]] * 2
     assert [score.total for score in collected.scores] == [1.0, 1.0]
 
 

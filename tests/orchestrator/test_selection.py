@@ -73,9 +73,9 @@ class Draws:
             for key in keys:
                 if done[key] <= iteration and key not in complete and gate.left:
                     complete.add(key)
-                    gate.passes(key[1])
+                    gate.admits(key[1])
             iteration += 1
-        took = [key for key in keys if key[1] in gate.passed]
+        took = [key for key in keys if key[1] in gate.admitted]
         self.journal.take_groups(step, took)
         self.taken.append(took)
         self.seconds.append(iteration)

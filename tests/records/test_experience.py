@@ -43,7 +43,7 @@ def test_stages_add_to_samples() -> None:
     scored = group.adding(score=scores, reference_logprobs=[np.zeros(1), np.ones(1)])
     experience = Experience((scored,))
     assert experience.scores == tuple(scores)
-    assert [sample.columns["reference_logprobs"].tolist() for sample in experience.samples] == [[0], [1]]
+    assert [sample.outputs["reference_logprobs"].tolist() for sample in experience.samples] == [[0], [1]]
     assert [sample.key for sample in experience.failed()] == [("p", 1)]
     assert group.samples[0].score is None, "a group is frozen"
     with pytest.raises(ValueError, match="shorter"):

@@ -13,7 +13,13 @@ from rlhfless.control import store
 from rlhfless.control.api.routes import OfService, object_of
 from rlhfless.control.database.tables import LeaseRow, RunRow
 from rlhfless.control.lifecycle import DRIVEN
-from rlhfless.control.objects import DeviceKindObject, DevicesTimelineObject, HolderObject, ListObject, ReplicaObject
+from rlhfless.control.objects import (
+    DeviceKindObject,
+    DevicesTimelineObject,
+    ListObject,
+    ReplicaObject,
+    ReservationObject,
+)
 
 router = APIRouter(tags=["fleet"])
 
@@ -54,6 +60,6 @@ async def get_devices_timeline(
 
 def _kind(kind: str, total: int, leases: Sequence[tuple[LeaseRow, RunRow]]) -> DeviceKindObject:
     in_order = sorted(leases, key=lambda pair: (pair[0].asked_at, pair[0].run_id))
-    holders = [object_of(HolderObject, lease, name=run.name) for lease, run in in_order]
-    taken = sum(max(holder.granted, holder.held) for holder in holders)
-    return DeviceKindObject(kind=kind, total=total, free=max(total - taken, 0), runs=holders)
+    reservations = [object_of(ReservationObject, lease, name=run.name) for lease, run in in_order]
+    taken = sum(max(each.granted, each.held) for each in reservations)
+    return DeviceKindObject(kind=kind, total=total, free=max(total - taken, 0), runs=reservations)

@@ -74,7 +74,7 @@ class RunRow(Base):
     deaths: Mapped[int] = mapped_column(default=0)
     """Number of consecutive drivers that died without completing a step."""
     driver: Mapped[Json | None]
-    """The handle of the driver (drivers.Handle)."""
+    """The handle of the driver (drivers.DriverHandle)."""
     driver_token: Mapped[str] = mapped_column(default="")
     """Hash of the secret of the run's driver."""
     pushed: Mapped[int] = mapped_column(default=0)

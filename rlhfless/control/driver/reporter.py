@@ -150,7 +150,7 @@ class Reporter(Host):
         self._usage = UsageReporter(run.ledger, self.put)
         return self._actors()
 
-    def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
+    def generated(self, run: RLRun, step: int, experience: Experience) -> None:
         samples = SampleReader(run.spec.rewards, self.special_tokens).of_step(experience)
         self.put("rollouts", step=step, samples=samples)
 

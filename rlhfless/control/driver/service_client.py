@@ -128,7 +128,7 @@ def _items_after(database: sqlite3.Connection, seq: int, limit: int) -> list[Ite
 
 log = logging.getLogger(__name__)
 
-HEARTHEARTBEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """Maximum time between two pushes. A push carries the driver's state to the service, and its answer back."""
 
 GATHER_S = 0.05
@@ -211,7 +211,7 @@ class ServiceClient:
                 continue
             if self._closing.is_set():
                 return
-            self._wake.wait(HEARTHEARTBEAT_S)
+            self._wake.wait(HEARTBEAT_S)
             if self._wake.is_set() and not self._closing.is_set():
                 time.sleep(GATHER_S)
             self._wake.clear()

@@ -38,12 +38,12 @@ class SecondPolicy:
 
         return FunctionSpec(
             name,
-            FunctionRole.COLUMN,
+            FunctionRole.ANNOTATES,
             "rlhfless.functions.per_token:PerTokenFunction",
             wanted,
             lambda _: Bounds(),
             phases,
-            column=f"{name}_logprobs",
+            output=f"{name}_logprobs",
             worker="second_policy.worker:SecondPolicyWorker",
             settings=self._settings,
         )
