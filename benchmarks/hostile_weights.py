@@ -220,7 +220,8 @@ class Bench:
         live, samples = self.rank.published(self.tokens if read_back else ())
         drain(live)
         probe = Probe(self.tokens, self.rank.probe_logprobs(self.tokens), samples)
-        self.store.retain({stored.version})
+        for older in self.store.versions()[:-1]:
+            self.store.delete(older)
         return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)
 
     def _learn(self) -> None:
@@ -232,8 +233,7 @@ class Bench:
 
     def _honest(self, rate: float, count: int) -> dict[str, Any]:
         """`count` honest steps, each with all checks."""
-        from rlhfless.weights.check import largest_difference, mean_difference
-        from rlhfless.weights.errors import WeightCheckFailed
+        from rlhfless.weights.check import WeightCheckFailed, largest_difference, mean_difference
 
         alarms, largest, mean, checked_s, plain_s = 0, 0.0, 0.0, [], []
         for _ in range(count):
@@ -264,8 +264,7 @@ class Bench:
 
     def _tried(self, wrong: Callable[[], PublishedWeights]) -> dict[str, Any]:
         """One learner step, one wrong load: what catches it, and what each check sees."""
-        from rlhfless.weights.check import mean_difference
-        from rlhfless.weights.errors import WeightCheckFailed
+        from rlhfless.weights.check import WeightCheckFailed, mean_difference
 
         self._learn()
         caught = ""

@@ -41,9 +41,8 @@ from rlhfless.spec import EngineSpec, Transport
 from rlhfless.weights import parts
 from rlhfless.weights.broadcast import Broadcaster, BroadcastReader
 from rlhfless.weights.digest import Digest
-from rlhfless.weights.http import HttpStore
-from rlhfless.weights.http_server import HttpStoreServer
-from rlhfless.weights.store import FolderStore, StoredWeights, WeightReader
+from rlhfless.weights.http import HttpStore, HttpStoreServer
+from rlhfless.weights.store import FolderStore, StoredWeights, WeightReader, WeightStore
 
 ROUNDS = 7
 MODELS: dict[str, dict[str, Any]] = {
@@ -77,6 +76,13 @@ def _next_version(tensors: dict[str, torch.Tensor], number: int) -> None:
     next(iter(tensors.values())).view(-1)[0] = number
 
 
+def _drop(store: WeightStore, keep: int = 0) -> None:
+    """Delete all versions but the `keep` newest."""
+    versions = store.versions()
+    for version in versions[: len(versions) - keep]:
+        store.delete(version)
+
+
 def measure_store(store: FolderStore, size_mb: int) -> None:
     """Publish, in one file and in several by turns, and read without an engine."""
     tensors = {f"layer.{i}": torch.randn(size_mb * 250_000 // 16) for i in range(16)}
@@ -88,7 +94,7 @@ def measure_store(store: FolderStore, size_mb: int) -> None:
         for count, target in files.items():
             parts.PARTS = count
             _next_version(tensors, number)
-            target.retain(set())  # the next one is written over it
+            _drop(target)  # the next one is written over it
             started = time.perf_counter()
             target.put("bench", 0, number, tensors)
             publish_s[count].append(time.perf_counter() - started)
@@ -105,9 +111,9 @@ def measure_store(store: FolderStore, size_mb: int) -> None:
     for count, seconds in publish_s.items():
         _row(f"store: publish, {count} files", size_bytes, statistics.median(seconds), copy_s)
     parts.PARTS = max(files)
-    files[1].retain(set())
+    _drop(files[1])
     _row("store: read", size_bytes, _median_s(read), copy_s)
-    store.retain(set())
+    _drop(store)
 
 
 def measure_fetch(folder: Path, size_mb: int) -> None:
@@ -124,7 +130,7 @@ def measure_fetch(folder: Path, size_mb: int) -> None:
             started = time.perf_counter()
             _fetch(reader, stored)
             times.append(time.perf_counter() - started)
-            server.retain(set())
+            _drop(server)
             shutil.rmtree(folder / f"cache-{number}")
     _row("fetch", size_bytes, statistics.median(times), copy_s)
 
@@ -140,7 +146,7 @@ def measure_two(folder: Path, size_mb: int) -> None:
         for number in range(2 * ROUNDS):
             _next_version(tensors, number)
             stored = server.put("bench", 0, number, tensors)
-            server.retain({stored.version})
+            _drop(server, keep=1)
             pulling = [HttpStore(server.token, folder / f"node-{node}") for node in range(2)]
             readers: Sequence[WeightReader] = members if number % 2 else pulling
             started = time.perf_counter()
@@ -196,7 +202,7 @@ async def measure_engine(name: str, store: FolderStore, folder: Path) -> None:
         )
         load_s.append(time.perf_counter() - published)
         publish_s.append(published - started)
-        store.retain({stored.version})
+        _drop(store, keep=1)
     started_s = sum(engine.start_seconds.values())
     await engine.stop()
     copy_s = _copy_s(tensors)

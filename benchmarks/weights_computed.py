@@ -19,8 +19,8 @@ from where import machine
 
 from rlhfless.records.ledger import BUCKET_BYTES
 from rlhfless.weights.digest import MOST_THREADS
+from rlhfless.weights.files import READERS
 from rlhfless.weights.parts import PARTS
-from rlhfless.weights.read_ahead import READERS
 
 
 @dataclass(frozen=True)

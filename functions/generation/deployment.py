@@ -57,8 +57,7 @@ from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import Transport
 from rlhfless.spec.imports import add_import_paths, import_paths
 from rlhfless.util.tasks import gather_or_cancel
-from rlhfless.weights.check import check_probe, default_tolerance
-from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
+from rlhfless.weights.check import WeightCheckFailed, WeightFileError, check_probe, default_tolerance
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +154,8 @@ class GenerationFunction(Function):
         """Load and check a version; does nothing if it is already loaded.
 
         With `in_flight`, its samples resume with the new weights (see Engine.load), even while the probe runs: if
-        the probe fails, the run stops and learns from none of them. Raises WeightCheckFailed, after which the
-        replica serves nothing until a load passes.
+        the probe fails, the run stops and learns from none of them. Raises StoreNotShared, and WeightCheckFailed, after
+        which the replica serves nothing until a load passes.
         """
         self.admit(call)
         start_s, report = time.time(), None
@@ -164,6 +163,7 @@ class GenerationFunction(Function):
             await self._end_earlier(call)
             if self._loaded is None or self._loaded.version != published.version:
                 self._loaded = None
+                self._settings.engine.store.require_shared()
                 with self._engine_faults("a load"):
                     # Wake the weights before KV: a load may need memory that KV uses.
                     await self._engine.wake("weights")

@@ -54,7 +54,7 @@ class StoreHome:
         from rlhfless.weights.broadcast import Broadcaster
         from rlhfless.weights.buckets import BucketStore
         from rlhfless.weights.digest import piece_hash_of
-        from rlhfless.weights.http_server import HttpStoreServer
+        from rlhfless.weights.http import HttpStoreServer
         from rlhfless.weights.store import FolderStore
 
         if not self.token:

@@ -22,7 +22,7 @@ from rlhfless.records.journal import StaleAttempt, has_rollouts
 from rlhfless.rewards import RewardError
 from rlhfless.spec import RunSpec
 from rlhfless.util.errors import UserError
-from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
+from rlhfless.weights.check import WeightCheckFailed, WeightFileError
 
 PROGRAM_FAULT = 1
 TO_CORRECT = 2

@@ -24,8 +24,7 @@ from rlhfless.selftest.check import Measured, Wrong, check
 from rlhfless.selftest.subject import Subject
 from rlhfless.weights.digest import digest_of
 from rlhfless.weights.files import TensorStream, write_file
-from rlhfless.weights.http import HttpStore
-from rlhfless.weights.http_server import HttpStoreServer
+from rlhfless.weights.http import HttpStore, HttpStoreServer
 from rlhfless.weights.store import FolderStore
 
 IMPORTS = ("torch", "transformers", "ray", "vllm")

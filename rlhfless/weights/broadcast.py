@@ -1,6 +1,6 @@
 """Send one version to all actors at once: the learner's first rank broadcasts its file from GPU to GPU over NCCL.
 
-The learner publishes to an HTTP store as usual (`http_server`). Each worker of each engine asks the server to join.
+The learner publishes to an HTTP store as usual (`http`). Each worker of each engine asks the server to join.
 Once all members of the group have asked for a version, the learner reads its file in runs of tensors of PACK_BYTES
 and broadcasts them. Workers that ask later, or for a version that not every member requests in time, pull it
 instead; a replaced engine therefore needs no group, and nobody waits for a lost worker. A group is reused while its
@@ -28,13 +28,11 @@ import torch
 import torch.distributed as dist
 
 from rlhfless.spec import Transport
+from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import NO_HASHES, PieceHash, tensor_at
-from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import read_header, version_of
-from rlhfless.weights.http import HttpStore
-from rlhfless.weights.http_server import JOIN, MEMBER, STALL_TIMEOUT_S
+from rlhfless.weights.files import read_ahead, read_header, version_of
+from rlhfless.weights.http import JOIN, MEMBER, STALL_TIMEOUT_S, HttpStore
 from rlhfless.weights.parts import mapped
-from rlhfless.weights.read_ahead import read_ahead
 from rlhfless.weights.store import FolderStore
 
 PACK_BYTES = 64 << 20

@@ -30,8 +30,8 @@ from torch.multiprocessing import reductions
 from rlhfless.records import WeightVersion
 from rlhfless.records.ledger import BUCKET_BYTES
 from rlhfless.spec import Transport
+from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import NO_HASHES, Digest, device_piece_hash, dtype_name
-from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import TensorStream, file_name, version_of
 from rlhfless.weights.store import StoredWeights, Tensors
 
@@ -78,11 +78,6 @@ class BucketStore:
     def delete(self, version: WeightVersion) -> None:
         if version == self._version:
             self._version = None
-
-    def retain(self, keep: set[WeightVersion]) -> None:
-        for version in self.versions():
-            if version not in keep:
-                self.delete(version)
 
     def feed(self, version: WeightVersion, workers: int, stream: TensorStream) -> int:
         """Send a version to `workers` on this GPU and return the number that received all of it."""

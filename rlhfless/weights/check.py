@@ -15,22 +15,32 @@ Detects all other faults: wrong layouts, wrong dtype, another model. It cannot s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from rlhfless.records import Probe, WeightVersion
 from rlhfless.spec import DType
 from rlhfless.spec.generation import Quantization
-from rlhfless.weights.errors import WeightCheckFailed
 
-__all__ = [
-    "MEAN_TOLERANCE",
-    "PROBE_TOLERANCE",
-    "WeightCheckFailed",
-    "check_consumed",
-    "check_probe",
-    "check_read_back",
-    "default_tolerance",
-    "largest_difference",
-]
+Check = Literal["consumed", "read_back", "probe"]
+
+
+class WeightFileError(Exception):
+    """A weight file is missing, truncated or damaged. The message names the file and its digest."""
+
+
+class WeightCheckFailed(Exception):
+    """A load is not the expected version. `check` names the failed check (see `weights.check`)."""
+
+    def __init__(self, check: Check, version: WeightVersion, message: str) -> None:
+        super().__init__(f"weight check `{check}` failed for {version.label}: {message}")
+        self.check = check
+        self.version = version
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[WeightCheckFailed], tuple[Check, WeightVersion, str]]:
+        # Exceptions are pickled by their `args`; this one crosses process boundaries.
+        return (WeightCheckFailed, (self.check, self.version, self.message))
+
 
 # Engine and learner compute the same function with different kernels, so they add in a different order. The largest
 # logprob difference was measured on 4-layer models with logits of size 10, over 400 versions and 127 tokens of each

@@ -12,27 +12,31 @@ Not implemented: TLS (run it inside the cluster's network).
 from __future__ import annotations
 
 import fcntl
+import hmac
+import json
+import secrets
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
 from rlhfless.util.folders import wait_for_lock
+from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import PieceHash, digest_by_threads, piece_hash, threads
-from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import Put, file_name, read_version, version_of, way_on_node
-from rlhfless.weights.hash_cache import known_hashes, seal
-from rlhfless.weights.http_server import PREFIX, STALL_TIMEOUT_S
-from rlhfless.weights.parts import drafting, spare
-from rlhfless.weights.store import FolderStore
+from rlhfless.weights.parts import OpenVersion, TornVersion, drafting, spare
+from rlhfless.weights.store import FolderStore, StoredWeights, Tensors, known_hashes, seal
 
 _CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 20  # per request; large enough that request latency is negligible
@@ -41,6 +45,17 @@ _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2  # doubles: 0.2, 0.4, 0.8, 1.6 s, enough for a restart of the server's process
 _LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to finish its download
 _CACHED_VERSIONS = 2  # the newest, and its predecessor, which slower readers may still request
+PREFIX = "/versions/"
+JOIN = "/join/"  # requests a broadcast
+MEMBER = "?member="
+STALL_TIMEOUT_S = 20.0  # longest silence of the other side; a long but steady download is fine
+_CLOSE_POLL_S = 0.05  # how often the server checks whether to close
+
+Join = Callable[[str, str], Mapping[str, Any] | None]
+"""(version name, member) -> how to receive it, or None."""
+
+Pieces = Callable[[int, int], Iterable[tuple[IO[bytes], int, int]]]
+"""(first byte, end) -> file, offset, and length of each piece."""
 
 
 class HttpStore:
@@ -161,3 +176,110 @@ def _is_sound(path: Path, version: WeightVersion) -> bool:
         return path.exists() and all(True for _ in read_version(path, version.digest))
     except WeightFileError:
         return False
+
+
+class HttpStoreServer:
+    """A `WeightStore` in a folder of this node; other nodes read its versions by URL. Use as a context manager."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        join: Join | None = None,
+        of_piece: PieceHash = piece_hash,
+    ) -> None:
+        """Start serving from threads of this process.
+
+        Args:
+            folder: the store.
+            host: address to listen on, at any free port.
+            token: bearer token for readers, if it must be known before the server starts; random by default.
+            join: answers readers that can receive a broadcast (rlhfless.weights.broadcast).
+            of_piece: see FolderStore.
+        """
+        self.token = token or secrets.token_urlsafe(32)
+        self._folder = FolderStore(folder, of_piece)
+        handler = type("Handler", (_Handler,), {"store": self._folder, "token": self.token, "join": join})
+        self._server = ThreadingHTTPServer((host, 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://{host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSE_POLL_S,), name="weight-store", daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> HttpStoreServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving; the folder stays."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
+        """Publish `tensors`; the location in the result is a URL."""
+        stored = self._folder.put(run_id, attempt, step, tensors)
+        return replace(stored, location=f"{self.url}{PREFIX}{Path(stored.location).name}")
+
+    def versions(self) -> tuple[WeightVersion, ...]:
+        return self._folder.versions()
+
+    def delete(self, version: WeightVersion) -> None:
+        self._folder.delete(version)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Handle GET requests for one version, whole or a range (`Range: bytes=N-M`)."""
+
+    store: FolderStore
+    token: str
+    join: Join | None
+    timeout = STALL_TIMEOUT_S
+
+    def do_GET(self) -> None:  # named by http.server
+        if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.token}"):
+            self.send_error(HTTPStatus.UNAUTHORIZED, "wrong or missing bearer token")
+            return
+        if self.path.startswith(JOIN):
+            self._answer_join()
+            return
+        try:
+            with OpenVersion(self._path(self.path.removeprefix(PREFIX))) as version:
+                self._answer(version.size_bytes, version.pieces)
+        except (ValueError, FileNotFoundError, TornVersion):
+            self.send_error(HTTPStatus.NOT_FOUND, "no such version")
+
+    def _answer_join(self) -> None:
+        name, _, member = self.path.removeprefix(JOIN).partition(MEMBER)
+        join = type(self).join  # from the class, so that it is not bound as a method
+        answer = None if join is None else join(name, member)
+        body = b"" if answer is None else json.dumps(answer).encode()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _path(self, name: str) -> Path:
+        if "/" in name:
+            raise ValueError(f"{self.path} is not a version")
+        return self.store.path(version_of(name))
+
+    def _answer(self, size: int, pieces: Pieces) -> None:
+        asked = self.headers.get("Range")
+        first, _, last = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last or size) + 1, size)
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK)
+        self.send_header("Content-Length", str(end - start))
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+        self.end_headers()
+        for file, offset, length in pieces(start, end):
+            self.connection.sendfile(file, offset, length)  # zero-copy
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: readers report their own failures."""

@@ -5,8 +5,12 @@ Pulling needs no process group, so engines may come and go, and a late engine si
 Invariants: every visible version is complete (see `parts`); a version never changes; its name contains its digest,
 so publishing it twice is harmless. Deleting is always safe for readers: `delete` removes the name at once, and the
 bytes remain while any reader has the file open or mapped; the next version overwrites them only after that. No lock
-is needed. A reader fails if a version that was *announced* to it is deleted before the reader opens it, so `retain`
-every announced version.
+is needed. A reader fails if a version that was *announced* to it is deleted before the reader opens it.
+
+A node hashes each byte once: the header of a version stores the hash of each tensor. The process that hashed all bytes
+on a node, because it wrote or downloaded them, seals the files there; other readers on that node then take the hashes
+from the header. The seal is part of the files' modification time, so any later write breaks it and readers hash the
+bytes themselves. Stores to a shared mapping do not change the modification time and so do not break the seal.
 
 Not implemented: stores with several publishing learners (fencing by attempt is up to the caller).
 """
@@ -14,32 +18,36 @@ Not implemented: stores with several publishing learners (fencing by attempt is 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import xxhash
 
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
 from rlhfless.util.errors import UserError
 from rlhfless.util.folders import private
+from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import Digest, PieceHash, digest_of, piece_hash
-from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import (
     SUFFIX,
     TensorStream,
     file_name,
+    read_header,
     read_version,
     version_of,
     way_on_node,
     write_tensors,
 )
-from rlhfless.weights.hash_cache import hashes_note, known_hashes, seal
-from rlhfless.weights.parts import TEMPORARY_PREFIX, drafting, spare
+from rlhfless.weights.parts import TEMPORARY_PREFIX, TornVersion, drafting, mapped, spare
 
 Tensors = Mapping[str, torch.Tensor] | TensorStream
 
@@ -109,10 +117,6 @@ class WeightStore(Protocol):
         """Remove a version, if it exists."""
         ...
 
-    def retain(self, keep: set[WeightVersion]) -> None:
-        """Delete every version that is not in `keep`."""
-        ...
-
 
 class FolderStore:
     """A folder that both learner and engines can read: shared memory on one node, or a shared file system."""
@@ -179,11 +183,6 @@ class FolderStore:
     def delete(self, version: WeightVersion) -> None:
         spare(self.path(version))
 
-    def retain(self, keep: set[WeightVersion]) -> None:
-        for version in self.versions():
-            if version not in keep:
-                self.delete(version)
-
 
 @contextmanager
 def _reporting_full(folder: Path) -> Iterator[None]:
@@ -199,3 +198,47 @@ def _reporting_full(folder: Path) -> Iterator[None]:
             "without it. Give its file system more room (containers: --shm-size; Kubernetes: sharedMemory), or name "
             "another folder"
         ) from error
+
+
+_HASHES = "hashes"
+_HASH_BYTES = 16
+
+
+def hashes_note(names: Collection[str], digest: Digest) -> Mapping[str, str]:
+    """Return metadata with the hashes of all tensors, by name; zeros for unknown hashes."""
+    return {_HASHES: "".join(digest.hashes.get(name, bytes(_HASH_BYTES)).hex() for name in sorted(names))}
+
+
+def seal(folder: Path, digest: str) -> None:
+    """Seal a version. The caller must have hashed all its bytes and finished writing."""
+    now = time.time_ns()
+    for file in folder.iterdir():
+        os.utime(file, ns=(now, now // _SECOND * _SECOND + _mark(digest)))
+
+
+_SECOND = 10**9
+
+
+@cache
+def _boot() -> str:
+    """Return the ID of this machine's current boot; equal in all its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _mark(digest: str) -> int:
+    """Return the nanosecond part of a sealed file's modification time."""
+    return xxhash.xxh3_64_intdigest(f"{_boot()}/{digest}".encode()) % _SECOND
+
+
+def known_hashes(path: Path, digest: str) -> dict[str, bytes]:
+    """Return the hashes by tensor of a version sealed on this node; empty for any other version."""
+    try:
+        if any(file.stat().st_mtime_ns % _SECOND != _mark(digest) for file in path.iterdir()):
+            return {}
+        _, layout, metadata = read_header(mapped(path))
+        packed = bytes.fromhex(metadata.get(_HASHES, ""))
+    except (OSError, TornVersion, ValueError, KeyError, TypeError):  # `read_version` reports what is wrong with it
+        return {}
+    names = sorted(name for name, *_ in layout)
+    each = [packed[start : start + _HASH_BYTES] for start in range(0, len(packed), _HASH_BYTES)]
+    return dict(zip(names, each, strict=True)) if len(each) == len(names) else {}

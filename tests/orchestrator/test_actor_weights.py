@@ -18,7 +18,7 @@ from rlhfless.records import KV_CAPACITY, Decision, FunctionName, Probe, Publish
 from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.prices import started
 from rlhfless.spec import RunSpec
-from rlhfless.weights.errors import WeightCheckFailed
+from rlhfless.weights.check import WeightCheckFailed
 
 WEIGHTS = PublishedWeights(WeightVersion("run", 1, 2, "digest"), "here", 10, 2, Probe((1, 2), (-1.0,)))
 SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})

@@ -36,7 +36,7 @@ from rlhfless.rewards import RewardError
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.util.errors import UserError
-from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
+from rlhfless.weights.check import WeightCheckFailed, WeightFileError
 
 WRONG = WeightCheckFailed("probe", WeightVersion("run", 1, 3, "ab"), "the logprobs differ by 2 nats")
 

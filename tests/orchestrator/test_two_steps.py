@@ -20,7 +20,7 @@ from rlhfless.records import PublishedWeights
 from rlhfless.records.traces import read_trace
 from rlhfless.spec import CheckpointSpec, EvaluationSpec
 from rlhfless.util.tasks import gather_or_cancel
-from rlhfless.weights.errors import WeightCheckFailed
+from rlhfless.weights.check import WeightCheckFailed
 
 
 async def test_a_step_is_drawn_while_the_learner_is_at_work_on_the_step_before_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rlhfless.planning.host_memory import Needed, Room, chart_shared_memory, roo
 from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, kept_versions, stored_versions
 from rlhfless.spec import RunSpec
 from rlhfless.weights.address import StoreAddress
-from rlhfless.weights.http_server import HttpStoreServer
+from rlhfless.weights.http import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoreFull
 
 ROOM = Room("/dev/shm", 40 * GIB, True, 100 * GIB)
@@ -105,7 +105,8 @@ def test_a_run_over_http_stays_within_the_versions_of_its_plan(quota: Callable[[
             stored = server.put("run", 1, step, tensors)
             assert len(list(address.connect().read(stored.location))) == len(tensors)
             kept = [*kept[-1:], stored.version]
-            server.retain(set(kept))
+            for version in set(server.versions()) - set(kept):
+                server.delete(version)
 
 
 def test_a_version_for_which_there_is_no_room_is_told_and_leaves_nothing(quota: Callable[[int], Path]) -> None:

@@ -14,10 +14,10 @@ from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.weights import broadcast
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.broadcast import BroadcastReader
+from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import Digest
-from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import SUFFIX
-from rlhfless.weights.http_server import HttpStoreServer
+from rlhfless.weights.http import HttpStoreServer
 from rlhfless.weights.store import StoredWeights
 
 READERS = 2

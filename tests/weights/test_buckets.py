@@ -19,8 +19,8 @@ from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.weights import buckets
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.buckets import BucketReader, BucketStore
+from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import Digest, device_piece_hash, digest_of
-from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import SUFFIX, TensorStream
 from rlhfless.weights.store import StoredWeights
 

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.weights import digest, parts
+from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import digest_of
-from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.http import HttpStore
-from rlhfless.weights.http_server import HttpStoreServer
+from rlhfless.weights.http import HttpStore, HttpStoreServer
 from rlhfless.weights.parts import OpenVersion, Stripes, TornVersion, drafting, mapped
 from rlhfless.weights.store import FolderStore
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfless.weights import digest, read_ahead
-from rlhfless.weights.read_ahead import Arrived, Copy, ahead
+from rlhfless.weights import digest, files
+from rlhfless.weights.files import Arrived, Copy, ahead
 
 
 def tensors(*sizes: int) -> list[tuple[str, torch.Tensor]]:
@@ -23,7 +23,7 @@ def cloning(tensor: torch.Tensor) -> Copy:
 
 
 def test_the_order_and_the_bytes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(files, "AHEAD_BYTES", 100)
     given = tensors(10, 60, 50, 0, 101, 100, 1, 99, 30)
     came = list(ahead(given, cloning))
     assert [name for name, _ in came] == [name for name, _ in given]
@@ -33,7 +33,7 @@ def test_the_order_and_the_bytes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_more_is_copied_ahead_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(files, "AHEAD_BYTES", 100)
     begun: list[int] = []
 
     def begin(tensor: torch.Tensor) -> Copy:
@@ -48,7 +48,7 @@ def test_no_more_is_copied_ahead_than_the_limit(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_several_are_copied_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    meet = threading.Barrier(read_ahead.READERS, timeout=30)
+    meet = threading.Barrier(files.READERS, timeout=30)
 
     def begin(tensor: torch.Tensor) -> Copy:
         def made() -> Arrived:
@@ -57,7 +57,7 @@ def test_several_are_copied_at_the_same_time(monkeypatch: pytest.MonkeyPatch) ->
 
         return made
 
-    assert len(list(ahead(tensors(*[5] * read_ahead.READERS), begin))) == read_ahead.READERS
+    assert len(list(ahead(tensors(*[5] * files.READERS), begin))) == files.READERS
 
 
 def test_a_copy_that_fails_is_raised_and_one_that_is_not_wanted_any_more_ends() -> None:
@@ -78,7 +78,7 @@ def test_a_copy_that_fails_is_raised_and_one_that_is_not_wanted_any_more_ends() 
 def test_on_cores_nothing_is_copied() -> None:
     given = tensors(3, 4)
     assert all(mine is theirs for (_, mine), (_, theirs) in zip(
-        read_ahead.read_ahead(given, torch.device("cpu")), given, strict=True))  # fmt: skip
+        files.read_ahead(given, torch.device("cpu")), given, strict=True))  # fmt: skip
 
 
 class Stream:
@@ -119,7 +119,7 @@ def test_a_copy_is_made_in_pinned_pieces_and_waited_for(
     side, said = streams
     monkeypatch.setattr(digest, "PIECE_BYTES", 64)
     value = torch.randn(9, 7).bfloat16().t()
-    made = read_ahead._copy(value, torch.device("cpu"), side)  # type: ignore[arg-type]
+    made = files._copy(value, torch.device("cpu"), side)  # type: ignore[arg-type]
     arrived = made()
     before = [
         "kept for the side stream",
@@ -132,7 +132,7 @@ def test_a_copy_is_made_in_pinned_pieces_and_waited_for(
     assert said == before
     assert torch.equal(arrived(), value)
     assert said == [*before, "current waits for side"]
-    assert read_ahead._copy(torch.tensor(3.5), torch.device("cpu"), side)()().item() == 3.5  # type: ignore[arg-type]
+    assert files._copy(torch.tensor(3.5), torch.device("cpu"), side)()().item() == 3.5  # type: ignore[arg-type]
 
 
 def test_tensors_that_are_on_a_gpu_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhfless.records import Probe, WeightVersion
 from rlhfless.weights.check import (
     PROBE_TOLERANCE,
+    WeightCheckFailed,
     check_consumed,
     check_probe,
     check_read_back,
     default_tolerance,
     largest_difference,
 )
-from rlhfless.weights.errors import WeightCheckFailed
 
 VERSION = WeightVersion("run", 1, 3, "ab" * 16)
 PROBE = Probe(token_ids=(5, 6, 7), logprobs=(-1.0, -2.0))

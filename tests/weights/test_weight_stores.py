@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights import digest as digest_module
-from rlhfless.weights import hash_cache, http, http_server, parts
+from rlhfless.weights import http, parts
+from rlhfless.weights import store as store_module
 from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import Digest, digest_of
-from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import file_name, version_of
-from rlhfless.weights.http_server import HttpStoreServer
+from rlhfless.weights.http import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoredWeights, WeightReader, WeightStore
 
 
@@ -142,9 +143,9 @@ def test_versions_are_in_order(pair: Pair) -> None:
     assert set(pair.store.versions()) == {stored.version for stored in put}
 
 
-def test_retain_deletes_the_rest(pair: Pair) -> None:
+def test_a_deleted_version_can_no_longer_be_read(pair: Pair) -> None:
     old, new = pair.store.put("run", 0, 1, _tensors(1)), pair.store.put("run", 0, 2, _tensors(2))
-    pair.store.retain({new.version})
+    pair.store.delete(old.version)
     assert pair.store.versions() == (new.version,)
     pair.store.delete(old.version)  # gone already: no error
     with pytest.raises(WeightFileError, match=rf"(?s){old.version.digest}.*"):
@@ -205,8 +206,9 @@ def test_readers_never_see_half_a_version(pair: Pair) -> None:
     with ThreadPoolExecutor(2) as pool:
         watchers = [pool.submit(watch) for _ in range(2)]
         for step in range(40):
-            stored = pair.store.put("run", 0, step, {"w": torch.full((50_000,), float(step))})
-            pair.store.retain({stored.version})
+            pair.store.put("run", 0, step, {"w": torch.full((50_000,), float(step))})
+            for older in pair.store.versions()[:-1]:
+                pair.store.delete(older)
         stop.set()
         assert all(watcher.result(timeout=30) > 0 for watcher in watchers)
 
@@ -315,9 +317,9 @@ def test_http_continues_an_interrupted_download(
 ) -> None:
     stored = _put(served)
     ranges: list[str | None] = []
-    answer = http_server._Handler._answer
+    answer = http._Handler._answer
 
-    def hang_up_once(self: http_server._Handler, size: int, pieces: http_server.Pieces) -> None:
+    def hang_up_once(self: http._Handler, size: int, pieces: http.Pieces) -> None:
         ranges.append(self.headers.get("Range"))
         if len(ranges) == 1:
             self.send_response(206)
@@ -330,7 +332,7 @@ def test_http_continues_an_interrupted_download(
         else:
             answer(self, size, pieces)
 
-    monkeypatch.setattr(http_server._Handler, "_answer", hang_up_once)
+    monkeypatch.setattr(http._Handler, "_answer", hang_up_once)
     assert digest_of(http.HttpStore(served.token, tmp_path / "cache").read(stored.location)) == (stored.version.digest)
     piece = http._PIECE_BYTES
     assert ranges == [f"bytes=0-{piece - 1}", f"bytes=1000-{piece - 1}"]
@@ -341,13 +343,13 @@ def test_http_fetches_a_version_in_pieces(
 ) -> None:
     monkeypatch.setattr(http, "_PIECE_BYTES", 100_000)
     ranges: list[str | None] = []
-    answer = http_server._Handler._answer
+    answer = http._Handler._answer
 
-    def noting(self: http_server._Handler, size: int, pieces: http_server.Pieces) -> None:
+    def noting(self: http._Handler, size: int, pieces: http.Pieces) -> None:
         ranges.append(self.headers.get("Range"))
         answer(self, size, pieces)
 
-    monkeypatch.setattr(http_server._Handler, "_answer", noting)
+    monkeypatch.setattr(http._Handler, "_answer", noting)
     stored = _put(served)
     reader = http.HttpStore(served.token, tmp_path / "cache")
     assert digest_of(reader.read(stored.location)) == stored.version.digest
@@ -394,7 +396,7 @@ def test_of_a_file_that_was_changed_no_hash_is_known(tmp_path: Path, monkeypatch
     elif how == "copied":
         path.write_bytes(path.read_bytes())
     else:
-        monkeypatch.setattr(hash_cache, "_boot", lambda: "another boot")
+        monkeypatch.setattr(store_module, "_boot", lambda: "another boot")
     assert store.hashes(stored.location) == {}
 
 

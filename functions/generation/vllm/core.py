@@ -44,9 +44,8 @@ from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
 from rlhfless.functions.generation.vllm.rng_resume import DRAWN, EARLIER, packed
 from rlhfless.functions.generation.vllm.scheduler import SampledLogprobs, scheduler_class
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
-from rlhfless.weights.check import check_consumed, check_read_back
+from rlhfless.weights.check import WeightFileError, check_consumed, check_read_back
 from rlhfless.weights.digest import merged
-from rlhfless.weights.errors import WeightFileError
 
 CLOSE_S = 0.5
 """Seconds for vLLM's core to exit before it is killed. An idle core has nothing to save, and it and its workers

@@ -32,7 +32,7 @@ from rlhfless.functions.generation.vllm.messages import (
 )
 from rlhfless.records import StartPhase
 from rlhfless.util import processes
-from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
+from rlhfless.weights.check import WeightCheckFailed, WeightFileError
 
 if TYPE_CHECKING:
     from rlhfless.functions.generation.vllm.core import Core

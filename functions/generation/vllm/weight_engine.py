@@ -45,9 +45,9 @@ from rlhfless.functions.generation.vllm.spec_decode_runner import DraftingPasses
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
 from rlhfless.records import WeightSample
 from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import Digest
-from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.read_ahead import read_ahead
+from rlhfless.weights.files import read_ahead
 from rlhfless.weights.store import WeightReader
 
 

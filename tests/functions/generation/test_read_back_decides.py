@@ -9,8 +9,7 @@ import pytest
 from rlhfless.functions.generation.deployment import _read_back_decides
 from rlhfless.functions.generation.engine import LoadReport
 from rlhfless.records import Probe, PublishedWeights, WeightVersion
-from rlhfless.weights.check import check_probe
-from rlhfless.weights.errors import WeightCheckFailed
+from rlhfless.weights.check import WeightCheckFailed, check_probe
 
 VERSION = WeightVersion("run", 1, 2, "d")
 PUBLISHED = PublishedWeights(VERSION, "here", 10, 3, Probe((1, 2), (-1.0,)))

@@ -16,8 +16,8 @@ from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.weights import broadcast
 from rlhfless.weights.address import StoreAddress
-from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.http_server import HttpStoreServer
+from rlhfless.weights.check import WeightFileError
+from rlhfless.weights.http import HttpStoreServer
 
 ENGINES = 2
 

@@ -15,12 +15,12 @@ from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights, SleepTier
 from rlhfless.spec import SpeculationSpec
 from rlhfless.weights.check import (
+    WeightCheckFailed,
     check_probe,
     default_tolerance,
     largest_difference,
     mean_difference,
 )
-from rlhfless.weights.errors import WeightCheckFailed
 from rlhfless.weights.store import FolderStore
 
 pytestmark = pytest.mark.engine
