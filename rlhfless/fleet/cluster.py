@@ -34,6 +34,7 @@ from rlhfless.prepare.machine import first_gpu_bytes
 from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.scaling.placement import Node
 from rlhfless.spec import PlacementSpec
+from rlhfless.util.clock import monotonic_s
 
 PROBE_S = 60.0
 """Timeout for reading a node's GPU memory: a small task, whose process may have to start."""
@@ -159,7 +160,7 @@ class Cluster:
     async def wait_running(self, name: str, timeout_s: float) -> None:
         """Wait until a replica's constructor has returned. Raises FleetError if it raised, or after `timeout_s`. The
         replica itself keeps an error that the user can correct (Function.starting)."""
-        began = time.monotonic()
+        began = monotonic_s()
         while True:
             overview = (await self._applications()).get(name)
             if overview is not None and overview.status == ApplicationStatus.RUNNING:
@@ -167,7 +168,7 @@ class Cluster:
             if overview is not None and overview.status == ApplicationStatus.DEPLOY_FAILED:
                 cause = innermost([overview.message, *(d.message for d in overview.deployments.values())])
                 raise FleetError(f"{name} did not start: {cause}")
-            waited_s = time.monotonic() - began
+            waited_s = monotonic_s() - began
             if waited_s > timeout_s:
                 state = "unknown" if overview is None else str(overview.status)
                 raise FleetError(f"waited {waited_s:.0f} s for {name} to start; its state is {state}")
@@ -176,9 +177,9 @@ class Cluster:
     async def _applications(self) -> Mapping[str, Any]:
         """Return the status of all applications, at most POLL_S old."""
         async with self._reading:
-            if time.monotonic() - self._read_s > POLL_S:
+            if monotonic_s() - self._read_s > POLL_S:
                 self._statuses = (await asyncio.to_thread(serve.status)).applications
-                self._read_s = time.monotonic()
+                self._read_s = monotonic_s()
         return self._statuses
 
     async def delete(self, names: Sequence[str]) -> None:
@@ -209,13 +210,13 @@ def _start_serve(within_s: float) -> None:
     Serve looks for its controller, and creates one if there is none. This fails if another driver creates one in
     between, or if Ray repeats the request because the head was just replaced; a retry finds the controller.
     """
-    end_s = time.monotonic() + within_s
+    end_s = monotonic_s() + within_s
     while True:
         try:
             serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
             return
         except ActorAlreadyExistsError:
-            if time.monotonic() > end_s:
+            if monotonic_s() > end_s:
                 raise
             time.sleep(POLL_S)
 

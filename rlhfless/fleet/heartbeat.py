@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import ray
@@ -27,6 +26,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call, StaleCall
+from rlhfless.util.clock import monotonic_s
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +55,14 @@ class LeaseRenewal:
     async def run(self) -> None:
         period_s = self._lease_s / HEARTBEATS_PER_LEASE
         while True:
-            began_s = time.monotonic()
+            began_s = monotonic_s()
             replicas = [replica for pool in self._pools for replica in pool.replicas() if replica.info]
             try:
                 await asyncio.gather(self._devices.renew(), *(self._renew(each, period_s) for each in replicas))
             except StaleCall:
                 return  # the driver's next call is refused with the reason
             self._beaten()
-            left_s = max(0.0, period_s - (time.monotonic() - began_s))
+            left_s = max(0.0, period_s - (monotonic_s() - began_s))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._devices.all_up.wait(), left_s)
             self._devices.all_up.clear()
@@ -70,12 +70,12 @@ class LeaseRenewal:
     async def _renew(self, replica: Replica, period_s: float) -> None:
         """Renew a replica's lease; give up the replica if it has been silent for longer than a lease. Raises
         StaleCall."""
-        heard_s = self._heard_s.setdefault(replica.incarnation, time.monotonic())
+        heard_s = self._heard_s.setdefault(replica.incarnation, monotonic_s())
         try:
             await replica.call("renew", self._call, timeout_s=period_s, waiting_for="a sign of life")
-            self._heard_s[replica.incarnation] = time.monotonic()
+            self._heard_s[replica.incarnation] = monotonic_s()
         except CallTimeout:
-            silent_s = time.monotonic() - heard_s
+            silent_s = monotonic_s() - heard_s
             if silent_s >= self._lease_s:
                 replica.give_up(f"no sign of life for {silent_s:.0f} s (recovery.lease_s)")
         except ReplicaLost:

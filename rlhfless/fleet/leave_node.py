@@ -17,6 +17,8 @@ import psutil
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
+from rlhfless.util.clock import monotonic_s, unix_s
+
 LOOK_S = 0.5
 
 INSTANCE = "RAY_CLOUD_INSTANCE_ID"
@@ -45,14 +47,14 @@ def _raylet() -> tuple[psutil.Process, str] | None:
 
 def main(seconds: float) -> None:
     """Drain this pod's node and wait until Ray has exited; stop Ray after `seconds`."""
-    end_s, process = time.monotonic() + seconds, _raylet()
+    end_s, process = monotonic_s() + seconds, _raylet()
     if process is None:
         print("no Ray runs here", flush=True)
         return
     raylet, node = process
     try:
-        accepted = drain(GcsClient(address=os.environ["RAY_ADDRESS"]), node, time.time() + seconds, "its pod ends")
-        while accepted and _lives(raylet) and time.monotonic() < end_s:
+        accepted = drain(GcsClient(address=os.environ["RAY_ADDRESS"]), node, unix_s() + seconds, "its pod ends")
+        while accepted and _lives(raylet) and monotonic_s() < end_s:
             time.sleep(LOOK_S)
     finally:
         if _lives(raylet):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -22,6 +21,7 @@ from rlhfless.fleet.replicas import Replicas
 from rlhfless.functions.base import Call
 from rlhfless.records import FunctionRole, ReplicaState, SleepTier, WeightVersion
 from rlhfless.scaling.function_specs import Bounds
+from rlhfless.util.clock import unix_s
 from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class ReplicaPool(Replicas):
         """Start a replica at a slot in the background, not before `at_s` (unix time), nor before a replica leaving the
         slot has stopped. Replaces a planned start of the slot; without `at_s` it starts now."""
         self._call_off_timer(slot)
-        wait_s = 0.0 if at_s is None else at_s - time.time()
+        wait_s = 0.0 if at_s is None else at_s - unix_s()
         if wait_s > 0:
             self._timers[slot] = asyncio.get_running_loop().call_later(wait_s, self.start, slot, call)
         elif slot in self._leaving:

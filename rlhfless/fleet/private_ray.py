@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from rlhfless.util.clock import monotonic_s
 from rlhfless.util.folders import NotPrivate, private, require_safe_place
 
 FOLDER = "ray"
@@ -71,11 +72,11 @@ def _fits(folder: Path) -> bool:
 
 def remove(owner: Path) -> None:
     """Remove the private Ray's folder in `owner`, if any. Its processes must have ended, or be about to end."""
-    home, end_s = owner / FOLDER, time.monotonic() + GONE_S
+    home, end_s = owner / FOLDER, monotonic_s() + GONE_S
     with suppress(OSError):
         if home.lstat().st_uid != os.getuid():
             return
         shutil.rmtree(os.readlink(home / "short"), ignore_errors=True)
-    while home.exists() and time.monotonic() < end_s:
+    while home.exists() and monotonic_s() < end_s:
         shutil.rmtree(home, ignore_errors=True)
         time.sleep(0.05)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
@@ -32,11 +31,11 @@ from rlhfless.records import (
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import Transport
+from rlhfless.util.clock import unix_s
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Clock = Callable[[], float]
 
 
 class Recorder(Protocol):
@@ -64,7 +63,6 @@ class Replica:
         function: str,
         allocation: Allocation,
         recorder: Recorder,
-        clock: Clock = time.time,
     ) -> None:
         self.name = name
         self.function = function
@@ -73,8 +71,7 @@ class Replica:
         self.lost = False
         """Whether the replica was given up while it was still needed."""
         self._recorder = recorder
-        self._clock = clock
-        self._launched_s = clock()
+        self._launched_s = unix_s()
         self._start_s: float | None = None
         """Seconds from launch until the replica was up; None if an earlier driver started it, or once recorded."""
         self._waits = False
@@ -119,7 +116,7 @@ class Replica:
         since_s = self._launched_s if self._life is None else self._life.since_s
         if self._waits or not self.state.holds_device:
             return {}
-        lasted_s = self._clock() - since_s
+        lasted_s = unix_s() - since_s
         held_s: dict[str, float] = {}
         for device, share in self.allocation.billed(self.state):
             held_s[device.kind] = held_s.get(device.kind, 0.0) + lasted_s * share
@@ -133,7 +130,7 @@ class Replica:
 
     def mark_devices_acquired(self) -> None:
         """End the wait for devices. They are billed from here on."""
-        self._waits, self._launched_s = False, self._clock()
+        self._waits, self._launched_s = False, unix_s()
 
     def check_kept(self) -> None:
         """Raise ReplicaLost if the replica was given up, such as when its devices were lost during its start."""
@@ -144,7 +141,7 @@ class Replica:
         """STARTING -> STALE. The incarnation is known from then on."""
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), self._launched_s)
-        now_s = self._clock()
+        now_s = unix_s()
         self._start_s = now_s - self._launched_s
         self._record(self._life.started(now_s))
 
@@ -167,26 +164,26 @@ class Replica:
             return
         self._transport = transport
         log.info("%s loads weights by %s", self.name, transport)
-        self._recorder.add_decision(Decision(call.step, self._clock(), TRANSPORT, self.name, {"transport": transport}))
+        self._recorder.add_decision(Decision(call.step, unix_s(), TRANSPORT, self.name, {"transport": transport}))
 
     def mark_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
         """Adopt a replica of an earlier driver as STALE; it is billed from here on."""
         self._handle, self.info = handle, info
-        self._life = Lifecycle(self._identity(info.incarnation), self._clock(), ReplicaState.STALE)
+        self._life = Lifecycle(self._identity(info.incarnation), unix_s(), ReplicaState.STALE)
         self._record(())
 
     def ask(self, version: WeightVersion) -> None:
         """Request a version of the weights: the replica becomes STALE unless that version is loaded."""
-        self._record(self._alive.ask(version, self._clock()))
+        self._record(self._alive.ask(version, unix_s()))
 
     def mark_loaded(self, version: WeightVersion) -> None:
         """STALE -> SERVING."""
-        self._record(self._alive.loaded(version, self._clock()))
+        self._record(self._alive.loaded(version, unix_s()))
 
     def drain(self) -> None:
         """Take no new work from here on. Idempotent."""
         if self.state in (ReplicaState.STALE, ReplicaState.SERVING):
-            self._record(self._alive.drain(self._clock()))
+            self._record(self._alive.drain(unix_s()))
 
     async def sleep(self, call: Call, tier: SleepTier, timeout_s: float) -> None:
         """SERVING or STALE -> SLEEPING, which frees the memory of its devices. No call may be in progress. Idempotent.
@@ -200,7 +197,7 @@ class Replica:
         )
         log.debug("%s offloaded to %s: freed %d bytes", self.name, slept.tier, slept.freed_bytes)
         if self.state is ReplicaState.DRAINING:  # otherwise it was given up meanwhile
-            self._record(self._alive.sleep(self._clock()))
+            self._record(self._alive.sleep(unix_s()))
 
     async def wake(self, call: Call, timeout_s: float) -> None:
         """SLEEPING -> STALE; the function keeps its state. Idempotent. Raises as `call`."""
@@ -211,20 +208,20 @@ class Replica:
 
     def mark_waking(self) -> None:
         """SLEEPING -> STARTING."""
-        self._record(self._alive.wake(self._clock()))
+        self._record(self._alive.wake(unix_s()))
 
     def mark_awake(self) -> None:
         """STARTING -> STALE."""
         if self.state is ReplicaState.STARTING:
-            self._record(self._alive.started(self._clock()))
+            self._record(self._alive.started(unix_s()))
 
     def mark_ended(self) -> None:
         """Record that the process has ended: RETIRED if it was starting, draining or asleep, else DEAD. Idempotent."""
         if self._life is None:
-            began_s = self._clock() if self._waits else self._launched_s
+            began_s = unix_s() if self._waits else self._launched_s
             self._life = Lifecycle(self._identity(f"{self.name}-never-up"), began_s)
             self._waits = False
-        now_s = self._clock()
+        now_s = unix_s()
         if self.state in (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SLEEPING):
             self._record(self._life.retire(now_s))
         elif self.state.holds_device:
@@ -241,7 +238,7 @@ class Replica:
     def cut(self) -> None:
         """Record the holding so far, so that the ledger loses little if the driver dies."""
         if self._life is not None:
-            self._record(self._life.cut(self._clock()))
+            self._record(self._life.cut(unix_s()))
 
     @property
     def _alive(self) -> Lifecycle:

@@ -25,7 +25,6 @@ import fcntl
 import math
 import os
 import tempfile
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -37,6 +36,7 @@ from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, OutOf
 
 from rlhfless.functions.lease import Lease, LeaseTerms
 from rlhfless.scaling.turn_scheduler import TurnScheduler
+from rlhfless.util.clock import monotonic_s
 from rlhfless.util.folders import private
 
 NAMESPACE = "rlhfless"
@@ -197,7 +197,7 @@ class ReservationManager:
         newest = self._attempts.setdefault(tenant.run_id, tenant.attempt)
         if tenant.attempt < newest:
             raise StaleReservation(f"attempt {tenant.attempt} calls, but attempt {newest} has replaced it")
-        now_s = time.monotonic()
+        now_s = monotonic_s()
         self._attempts[tenant.run_id], self._ends_s[tenant.run_id] = tenant.attempt, now_s + tenant.lease_s
         for run_id, end_s in list(self._ends_s.items()):
             if end_s < now_s:
@@ -210,7 +210,7 @@ class ReservationManager:
             if run_id in group.groups:
                 self._leave_group(name, run_id)
         self._ends_s.pop(run_id, None)
-        self._turns.leave(run_id, time.monotonic())
+        self._turns.leave(run_id, monotonic_s())
         await self._notify_change()
 
     # -- devices
@@ -330,13 +330,13 @@ class ReservationManager:
         """Wait for the run's turn on all these devices. Return an empty list when it has come, or, after `wait_s`, the
         runs whose turn it is; the request keeps its place in the queue."""
         await self._admit(tenant)
-        asked_s = time.monotonic()
+        asked_s = monotonic_s()
 
         def is_mine() -> bool:
             if self._attempts[tenant.run_id] != tenant.attempt or tenant.run_id not in self._ends_s:
                 raise StaleReservation(f"attempt {tenant.attempt} waits for its turn, but has ended")
             names = self._names_of(tenant.run_id, groups)
-            return self._turns.ask(tenant.run_id, names, tenant.priority, time.monotonic(), asked_s + tenant.left_s)
+            return self._turns.ask(tenant.run_id, names, tenant.priority, monotonic_s(), asked_s + tenant.left_s)
 
         if is_mine():
             return []
@@ -355,7 +355,7 @@ class ReservationManager:
     async def pass_on(self, tenant: Tenant, groups: Sequence[str]) -> None:
         """End the run's turn on these devices. The run must have nothing awake there."""
         await self._admit(tenant)
-        self._turns.pass_on(tenant.run_id, self._names_of(tenant.run_id, groups), time.monotonic())
+        self._turns.pass_on(tenant.run_id, self._names_of(tenant.run_id, groups), monotonic_s())
         await self._notify_change()
 
     async def _until(self, happens: Callable[[], bool], wait_s: float) -> bool:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -40,6 +39,7 @@ from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup
 from rlhfless.scaling.prices import Acquired, fitting
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.progress import FOR_DEVICES
+from rlhfless.util.clock import monotonic_s, unix_s
 from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
@@ -229,20 +229,20 @@ class RunDevices:
         """Wait until the run holds the group."""
         taken = self._taken[group.name]
         async with taken.asking:
-            nodes, asked_s = await self._cluster.nodes(group.kind), time.time()
+            nodes, asked_s = await self._cluster.nodes(group.kind), unix_s()
             held = await self.ask("hold", group.name, _demand(group, nodes), SAY_S, _room(group, nodes))
             if held is None:
                 held = await self._wait(group)
             if taken.held is None:
                 came = all(node.name != held.node for node in nodes)
-                self.acquired(Acquired(group.kind, len(group.devices), asked_s, time.time(), came))
+                self.acquired(Acquired(group.kind, len(group.devices), asked_s, unix_s(), came))
             self._set_held(group, held)
 
     async def _wait(self, group: DeviceGroup) -> Held:
-        began_s = time.monotonic() - SAY_S
+        began_s = monotonic_s() - SAY_S
         told_s = -SAY_AGAIN_S
         while True:
-            waited_s = time.monotonic() - began_s
+            waited_s = monotonic_s() - began_s
             nodes = await self._cluster.nodes(group.kind)
             reason = shortage(group, nodes)
             text = f"{FOR_DEVICES} ({waited_s:.0f} s of at most {self.timeouts.devices_s:.0f} s): {reason}"

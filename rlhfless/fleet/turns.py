@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
@@ -33,6 +32,7 @@ from rlhfless.functions.base import Call
 from rlhfless.scaling.function_specs import no_phases
 from rlhfless.scaling.placement import Allocation
 from rlhfless.telemetry.progress import FOR_DEVICES
+from rlhfless.util.clock import monotonic_s
 from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
@@ -67,11 +67,11 @@ class SharedDevices:
         if held.items() <= self._owned.items():
             return
         limit_s = self._devices.timeouts.devices_s if within_s is None else within_s
-        groups, began_s = sorted(held), time.monotonic()
+        groups, began_s = sorted(held), monotonic_s()
         owners = await self._devices.ask("turn", groups, 0.0)
         while owners:
             what = f"{FOR_DEVICES}: its turn on {', '.join(groups)}, where {', '.join(owners)} works"
-            left_s = limit_s - (time.monotonic() - began_s)
+            left_s = limit_s - (monotonic_s() - began_s)
             if left_s <= 0:
                 raise NoDevices(f"{limit_s:.0f} s of {what} (timeouts.devices_s)")
             with self._devices.shown(what):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from rlhfless.records.journal import Journal
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
+from rlhfless.util.clock import unix_s
 
 log = logging.getLogger(__name__)
 
@@ -234,14 +234,14 @@ class BaseRun:
     async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
         """Save the state from which a run resumes after `step`. `begun` is set when the functions are free for the next
         step. Raises CheckpointError."""
-        notes, start_s = self._notes(step), time.time()
+        notes, start_s = self._notes(step), unix_s()
         self.clock.interrupt()
         self.ledger.write(self.pools.values())  # a resumed run does not repeat the steps before a checkpoint
         call = self.call(step)
         writing = await self.trainers.checkpoint(call, self.checkpoints, notes)
         begun.set()
         await self.trainers.wait_written(writing, call)
-        log.info("step %d: checkpoint %s saved in %.1f s", step, self.checkpoints.location(step), time.time() - start_s)
+        log.info("step %d: checkpoint %s saved in %.1f s", step, self.checkpoints.location(step), unix_s() - start_s)
         self.checkpoints.prune()
         self.journal.forget(step)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from rlhfless.orchestrator.schedules import Data, schedule_of
 from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.records import Experience
 from rlhfless.scaling.accounting import reached
+from rlhfless.util.clock import unix_s
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ async def execute(session: Session) -> Outcome:
     Raises the error that stopped it, such as WeightCheckFailed, RewardError, JournalError, CheckpointError or
     StaleCall. After too many faults in one step, raises the last one (ReplicaLost, CallTimeout, FleetError).
     """
-    began_s = time.time()
+    began_s = unix_s()
     async with open_session(session) as (run, first):
         recovered = await drive_steps(session, run, first)
     steps = session.spec.steps
     after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
     best = run.checkpoints.best(run.checkpoints.all())
     best_by, last = run.checkpoints.best_by(best), run.checkpoints.location(steps)
-    wall_s = run.ledger.earlier_held_s + time.time() - began_s
+    wall_s = run.ledger.earlier_held_s + unix_s() - began_s
     return Outcome(
         run.before, after, steps, wall_s, run.attempt, last, best.location if best else last, best_by, recovered
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,6 +39,7 @@ from rlhfless.scaling.prefill import pieces
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.host import BusyCores
+from rlhfless.util.clock import monotonic_s
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ class GenerationStage:
         spec: RunSpec,
         runner: PolicyRunner,
         journal: Journal | None = None,
-        clock: Callable[[], float] = time.monotonic,
         at_work: Callable[[], None] = lambda: None,
         no_weights: Callable[[], str] = lambda: "",
         prefill: PrefillActors | None = None,
@@ -69,7 +68,6 @@ class GenerationStage:
         self._spec = spec
         self._runner = runner
         self._journal = StageJournal(journal, request)
-        self._clock = clock
         self._at_work = at_work
         self._no_weights = no_weights
         self._history = history or PromptHistory(spec)
@@ -134,7 +132,7 @@ class GenerationStage:
         actors = sum(map(self._pool.expects, range(len(self._pool.allocations))))
         what = "step %d: %s: %d samples of %d prompts to generate on %d actors; %d of them resume with %d tokens"
         log.info(what, self.step, self.request.work, len(self._table.items), len(self._prompts), actors, *self.resumed)
-        self._asked_s = self._clock()
+        self._asked_s = monotonic_s()
         self._runner.begin(self._table)
         self._submit_waiting()
         heard = False
@@ -193,8 +191,8 @@ class GenerationStage:
 
     async def _abort_all(self, *actors: Replica) -> list[asyncio.Task[None]]:
         """Abort all samples on these actors; return the streams that are still open after `timeouts.drain_s`."""
-        limit_s = self._clock() + self._spec.timeouts.drain_s
-        while (streams := [task for task, of in self._streams.items() if of in actors]) and self._clock() < limit_s:
+        limit_s = monotonic_s() + self._spec.timeouts.drain_s
+        while (streams := [task for task, of in self._streams.items() if of in actors]) and monotonic_s() < limit_s:
             # An abort may arrive before its request, so repeat it until all streams have ended.
             for actor in actors:
                 on = [number for number, request in self._table.request_of.items() if self._requests[request] is actor]
@@ -341,7 +339,7 @@ class GenerationStage:
 
     def _heartbeat(self) -> None:
         """Ask the policy at most once per interval: every actor sends its own heartbeats."""
-        now_s = self._clock()
+        now_s = monotonic_s()
         if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
             self._asked_s = now_s
             self._ask(Heartbeat())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from rlhfless.records import (
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
 from rlhfless.scaling.accounting import Spent, StepTimes, cold_starts, length, recovery_until_s, step_times, union
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, Acquired, AcquisitionLags, PriceBook, mean_phases, started
+from rlhfless.util.clock import monotonic_s, unix_s
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Ledger:
         self._rollouts_of = {rollout.step for rollout in earlier.rollouts}
         """Steps with rollouts in the trace."""
         self._steps = {record.step for record in earlier.steps}
-        self._written_s = time.monotonic()
+        self._written_s = monotonic_s()
         self._behind = False
         self._step = 0
         self._calls: list[Invocation] = []
@@ -148,7 +148,7 @@ class Ledger:
     def spent(self, pools: Collection[ReplicaPool]) -> Spent:
         """Return the cost, device-seconds and held seconds of all attempts so far."""
         device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
-        held_s = self.earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
+        held_s = self.earlier_held_s + (0.0 if self._since_s is None else unix_s() - self._since_s)
         return Spent(self.cost_usd(pools), device_s, held_s)
 
     def records(self) -> tuple[list[Holding], list[Invocation]]:
@@ -191,7 +191,7 @@ class Ledger:
     def write(self, pools: Iterable[ReplicaPool]) -> None:
         """Write all rows to disk, including open holdings so far. Raises OSError if the disk is full; the rows are then
         kept."""
-        self._written_s = time.monotonic()
+        self._written_s = monotonic_s()
         for pool in pools:
             for replica in pool.replicas():
                 replica.cut()
@@ -201,7 +201,7 @@ class Ledger:
 
     def keep_up(self, pools: Iterable[ReplicaPool], lag_s: float) -> None:
         """Write all rows if the last write is at least `lag_s` ago. On a full disk only warn; `catch_up` retries."""
-        if time.monotonic() - self._written_s >= lag_s:
+        if monotonic_s() - self._written_s >= lag_s:
             try:
                 self.write(pools)
             except OSError as error:
@@ -258,7 +258,7 @@ class StepClock:
 
     def begin(self, step: int, *, fleet_is_up: bool) -> StepAttempt:
         """Record the start of a step, or of a repetition, and return the attempt."""
-        now_s, before = time.time(), self._last.get(step)
+        now_s, before = unix_s(), self._last.get(step)
         first_s = now_s if self._ended_s is None else self._ended_s
         start_s = first_s if before is None else before.start_s
         self._ended_s = None
@@ -274,7 +274,7 @@ class StepClock:
         """Record the end of the work between two steps. If it belonged to no step, steps that are already being
         generated count from here."""
         if self._ended_s is None:
-            self._move_starts(time.time())
+            self._move_starts(unix_s())
 
     def end(self, step: int, end_s: float) -> float:
         """Record the end of a step; return the start of the earliest other step in progress, or `end_s` if there is

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +29,7 @@ from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
 from rlhfless.scaling.prices import PriceBook, Rate, RentalTerms, mean_phases
 from rlhfless.spec import RunSpec
+from rlhfless.util.clock import unix_s
 from rlhfless.util.folders import home, replace_text
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ class LiveFleet:
 
     def _note(self, step: int, kind: str, choice: str, pool: ReplicaPool) -> None:
         inputs: dict[str, float | int | str | bool] = {"function": pool.function, "reason": pool.bounds.reason}
-        self._ledger.add_decision(Decision(step, time.time(), kind, choice, inputs))
+        self._ledger.add_decision(Decision(step, unix_s(), kind, choice, inputs))
 
     def _at(self, step: int) -> Call:
         return Call(self._call.run_id, self._call.attempt, step)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.scaling.function_specs import publisher_of
 from rlhfless.scaling.learner_ranks import LEARNER_RANKS, Candidates, allocations_with, most_ranks
 from rlhfless.scaling.placement import Allocation, Node, Placement
+from rlhfless.util.clock import unix_s
 from rlhfless.util.tasks import gather_or_cancel, is_stopping
 from rlhfless.util.text import legible
 
@@ -98,7 +98,7 @@ class LearnerSize:
         self._run.learner.set_allocation(0, chosen)
         if self.ranks != before:
             log.warning("step %d: learner restarts with %d ranks instead of %d: %s", step, self.ranks, before, reason)
-        self._record(step, time.time(), before, {"reason": reason})
+        self._record(step, unix_s(), before, {"reason": reason})
 
     async def larger(self) -> Allocation | None:
         """Return the allocation of a larger group if its devices are free and no function waits for devices."""
@@ -113,7 +113,7 @@ class LearnerSize:
         Raises CheckpointError if the digest of the weights differs afterwards, and the errors of starts and calls. The
         run then continues from its newest checkpoint, as after any loss of the learner.
         """
-        start_s, before, digest = time.time(), self.ranks, self._run.digest
+        start_s, before, digest = unix_s(), self.ranks, self._run.digest
         self._run.clock.interrupt()
         user = f"{self._run.learner.function} changes its ranks"
         try:
@@ -122,14 +122,14 @@ class LearnerSize:
             seconds = await self._restart(step, allocation, save)
         finally:
             await self._devices.release(user)
-        restarted_s = time.time()
+        restarted_s = unix_s()
         await self._run.open_weights(step)
         if self._run.digest != digest:
             raise CheckpointError(
                 f"the learner's weights had digest {digest} on {before} ranks and have {self._run.digest} on "
                 f"{self.ranks}: its state was not moved intact; resume the run from its newest checkpoint"
             )
-        end_s = time.time()
+        end_s = unix_s()
         log.info("step %d: learner resized %d -> %d ranks in %.1f s", step, before, self.ranks, end_s - start_s)
         seconds |= {"publish_s": end_s - restarted_s, "changed_in_s": end_s - start_s}
         self._record(step, start_s, before, {"reason": "devices are free again", **seconds})
@@ -147,7 +147,7 @@ class LearnerSize:
     async def _restart(self, step: int, allocation: Allocation, save: Save) -> dict[str, float | str]:
         """Stop the group, start one on other devices with the same state, and return the seconds of each phase."""
         run, call, pool = self._run, self._run.call(step), self._run.learner
-        start_s, replica = time.time(), run.trainers.replica(pool)
+        start_s, replica = unix_s(), run.trainers.replica(pool)
         nodes = self._nodes(pool.allocations[0]) | self._nodes(allocation)
         in_memory = self._in_memory and len(nodes) == 1
         in_memory = in_memory and await run.work(replica, Work.CHECKPOINT, "export_state", call)
@@ -155,12 +155,12 @@ class LearnerSize:
             newest = run.checkpoints.newest()
             if newest is None or newest.notes.step != step:
                 await save()
-        exported_s = time.time()
+        exported_s = unix_s()
         await pool.stop(replica)
-        stopped_s = time.time()
+        stopped_s = unix_s()
         pool.set_allocation(0, allocation)
         replica = await pool.ready(call)
-        started_s = time.time()
+        started_s = unix_s()
         if in_memory:
             await run.work(replica, Work.RESTORE, "import_state", call)
         else:
@@ -170,7 +170,7 @@ class LearnerSize:
             "export_s": exported_s - start_s,
             "stop_s": stopped_s - exported_s,
             "start_s": started_s - stopped_s,
-            "import_s": time.time() - started_s,
+            "import_s": unix_s() - started_s,
         }
 
     def _nodes(self, allocation: Allocation) -> set[str]:
@@ -246,18 +246,18 @@ class Recovery:
         if self._count > limit:
             raise fault
         log.warning("step %d failed; recovery %d of %d: %s", step, self._count, limit, fault)
-        began_s = time.time()
+        began_s = unix_s()
         try:
             following = await self._recover(step)
         except RECOVERABLE as another:
             return await self.after(step, another)
         inputs: dict[str, float | int | str | bool] = {
             "fault": legible(f"{type(fault).__name__}: {fault}"),
-            "recovered_in_s": time.time() - began_s,
+            "recovered_in_s": unix_s() - began_s,
             "next_step": following,
         }
         self._steps_again += step - following + 1
-        log.info("recovered in %.1f s; the run continues with step %d", time.time() - began_s, following)
+        log.info("recovered in %.1f s; the run continues with step %d", unix_s() - began_s, following)
         self._run.ledger.add_decision(Decision(step, began_s, "recover", "redo the step", inputs))
         return following
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -53,6 +52,7 @@ from rlhfless.scaling.policy import (
 from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec, RunSpec, WeightedSpec
 from rlhfless.spec.fleet import StaticSpec
 from rlhfless.spec.imports import load_target
+from rlhfless.util.clock import unix_s
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +79,10 @@ class PolicyRunner:
         policy: Policy,
         fleet: LiveFleet,
         note: Callable[[Decision], None],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._policy = policy
         self._fleet = fleet
         self._note = note
-        self._clock = clock
         self._feasible = True
         self._steps: dict[int, _Step] = {}
         self._faults = 0
@@ -100,7 +98,7 @@ class PolicyRunner:
         """Start a step, and ask the policy for its plan. Raises as `ask`."""
         self._steps = {number: known for number, known in self._steps.items() if not known.ended}
         step = self._steps[table.step] = _Step(table, self._fleet.view())
-        if (prefixes := table.prefixes_decision(self._clock())) is not None:
+        if (prefixes := table.prefixes_decision(unix_s())) is not None:
             self._note(prefixes)
         self.ask(StepBegan(), table.step)
         step.figures["actors_wanted"] = float(len(set(table.slot_of[table.left].tolist())))
@@ -110,7 +108,7 @@ class PolicyRunner:
         self.ask(event, number)
         if (step := self._steps.get(number)) is not None:
             if step.table.replayed.tokens and not step.ended:
-                self._note(step.table.replayed.decision(number, self._clock()))
+                self._note(step.table.replayed.decision(number, unix_s()))
             step.ended = True
 
     def ask(self, event: Event, number: int) -> None:
@@ -124,7 +122,7 @@ class PolicyRunner:
             return
         table = step.table
         try:
-            answer = self._policy.decide(self._clock(), event, self._seen(step))
+            answer = self._policy.decide(unix_s(), event, self._seen(step))
             for action in answer:
                 self._carry_out(action, step)
             if any(map(self._fleet.expects, range(table.assignment.slots))):
@@ -243,10 +241,9 @@ def _slots(view: StepView, *states: ReplicaState) -> list[int]:
 class StepDue:
     """The deadline of the step in progress under the run's contract. It orders the turns of runs that share devices."""
 
-    def __init__(self, run: RunContract, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: RunContract) -> None:
         self._run = run
-        self._clock = clock
-        self._first_s = self._began_s = clock()
+        self._first_s = self._began_s = unix_s()
         self._steps = 0
 
     def end_step(self, end_s: float) -> None:
@@ -259,7 +256,7 @@ class StepDue:
         contract = contract_for_step(spec, steps_left=left, spent_s=self._began_s - self._first_s)
         if not isinstance(contract, CheapestUnderDeadline):
             return math.inf
-        return self._began_s + contract.deadline_s - self._clock()
+        return self._began_s + contract.deadline_s - unix_s()
 
 
 class Scaler:

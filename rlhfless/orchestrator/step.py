@@ -7,7 +7,6 @@ prompts -> sync weights -> generate -> score -> per-token outputs (reference, va
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +33,7 @@ from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.orchestrator.step_metrics import evaluation_metrics, rollout_metrics, step_metrics
 from rlhfless.records import Experience, FinishReason, PublishedWeights, StepRecord
 from rlhfless.spec import Needs
+from rlhfless.util.clock import unix_s
 from rlhfless.util.tasks import beside, gather_or_cancel
 
 
@@ -92,7 +92,7 @@ async def train(run: RLRun, context: StepContext, experience: Experience) -> Ste
 
     metrics |= staleness.metrics if staleness else {}
     metrics = step_metrics(run, context, experience, chosen, rollout_figures, metrics)
-    record = StepRecord(step, context.begun.start_s, time.time(), metrics)
+    record = StepRecord(step, context.begun.start_s, unix_s(), metrics)
     run.close_step(record, experience)
     return record
 

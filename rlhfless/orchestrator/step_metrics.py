@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -17,6 +16,7 @@ from rlhfless.records import Experience, FinishReason, Group, Invocation, Score,
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE, added
 from rlhfless.scaling.accounting import Phase, StepTimes, length, union
 from rlhfless.spec import EvaluationSpec, RunSpec, ScoringSpec
+from rlhfless.util.clock import unix_s
 
 
 def rollout_metrics(experience: Experience, kept: Experience, prompts: int) -> dict[str, float]:
@@ -50,7 +50,7 @@ def step_metrics(
     """Return all metrics of a step that ends now. `kept`: the part of its experience that was trained on. `drawn`: the
     result of `rollout_metrics`. `learned`: the metrics of the trained functions."""
     begun, stage = context.begun, context.stage
-    times = run.ledger.step_times(begun, time.time())
+    times = run.ledger.step_times(begun, unix_s())
     seconds = times.phases_s
     calls = run.ledger.done_in_step(begun.step)[0]
     return {

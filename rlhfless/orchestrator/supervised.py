@@ -7,7 +7,6 @@ resumed run, has the same examples.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -24,6 +23,7 @@ from rlhfless.orchestrator.step_metrics import own_seconds
 from rlhfless.records import FloatArray, StepRecord, Work
 from rlhfless.records.rollouts import Example
 from rlhfless.scaling.accounting import Phase
+from rlhfless.util.clock import unix_s
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ async def rollout(run: SupervisedRun, begun: StepAttempt) -> PackedBatch:
 async def train(run: SupervisedRun, begun: StepAttempt, batch: PackedBatch) -> StepRecord:
     """Learn from the examples of a step. Raises ReplicaLost or CallTimeout."""
     learned = await run.trainers.learn(run.learner, run.call(begun.step), batch)
-    times = run.ledger.step_times(begun, time.time())
+    times = run.ledger.step_times(begun, unix_s())
     examples = run.examples(begun.step)
     responses = run.response_tokens(examples)
     metrics = {
@@ -108,7 +108,7 @@ async def train(run: SupervisedRun, begun: StepAttempt, batch: PackedBatch) -> S
         "cost_usd": run.ledger.cost_usd(run.pools.values()),
         **learned,
     }
-    record = StepRecord(begun.step, begun.start_s, time.time(), metrics)
+    record = StepRecord(begun.step, begun.start_s, unix_s(), metrics)
     run.close_step(record, responses)
     return record
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -33,6 +32,7 @@ from rlhfless.records import FunctionRole, PublishedWeights, ReplicaState, Weigh
 from rlhfless.scaling.fleet_constants import TIERS
 from rlhfless.scaling.placement import Device
 from rlhfless.spec import RunSpec
+from rlhfless.util.clock import monotonic_s
 from rlhfless.util.tasks import beside, gather_or_cancel
 
 log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class ActorWeights:
         Replacements of lost actors start in the background. Only if no actor is up, this waits for one and raises the
         error of its start. Wrong weights in a new actor are raised at the next sync.
         """
-        start_s = time.monotonic()
+        start_s = monotonic_s()
         for pool in self._pools:
             if pool.fatal is not None:
                 raise pool.fatal
@@ -237,7 +237,7 @@ class ActorWeights:
             self.served = published
             async with self._pool.turn(call):
                 await self._sync(published, call, asked or asyncio.Event())
-        loaded, seconds = len(self._pool.serving()), time.monotonic() - start_s
+        loaded, seconds = len(self._pool.serving()), monotonic_s() - start_s
         log.info("step %d: %d actors serve weights %s (%.2f s)", call.step, loaded, published.version.label, seconds)
 
     async def _sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event) -> None:

@@ -396,7 +396,7 @@ class FakeFleet:
 def runner(pool: FakePool, policy: Policy | None = None) -> PolicyRunner:
     """Return a runner with this policy, or with an even split."""
     notes: list[Decision] = []
-    return PolicyRunner(policy or EvenSplit(), FakeFleet(pool), notes.append, clock=lambda: 100.0)
+    return PolicyRunner(policy or EvenSplit(), FakeFleet(pool), notes.append)
 
 
 class Watcher:

@@ -18,6 +18,7 @@ from rlhfless.records import KV_CAPACITY, Decision, FunctionName, Probe, Publish
 from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.prices import started
 from rlhfless.spec import RunSpec
+from rlhfless.util.clock import VirtualClock
 from rlhfless.weights.check import WeightCheckFailed
 
 WEIGHTS = PublishedWeights(WeightVersion("run", 1, 2, "digest"), "here", 10, 2, Probe((1, 2), (-1.0,)))
@@ -33,15 +34,18 @@ def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, 
     return cluster, pool, weights, watcher
 
 
-async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_phases_of_a_start_are_recorded_and_add_up(
+    monkeypatch: pytest.MonkeyPatch, clock: VirtualClock
+) -> None:
     rows: list[Decision] = []
     monkeypatch.setattr("fakes.fake_cluster.NoRecords.add_decision", lambda _, row: rows.append(row))
     _, pool, weights, _ = weights_of("a")
     info = ReplicaInfo("a-1", 1, "here", start_seconds={"import": 5.0, "weights_disk": 2.5}, kv_capacity_tokens=4096)
     await weights.load(pool["a"], WEIGHTS, CALL)
     assert rows == []  # an earlier driver has started this actor
-    times = iter([100.0, 109.0])
-    new = Replica("b", FunctionName.GENERATION, pool["a"].allocation, NoRecords(), lambda: next(times, 110.0))
+    clock.now_s = 100.0
+    new = Replica("b", FunctionName.GENERATION, pool["a"].allocation, NoRecords())
+    clock.now_s = 109.0
     new.mark_up(pool["a"]._handle, info)  # type: ignore[arg-type]
     for _ in range(2):
         await weights.load(new, WEIGHTS, CALL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,23 +17,25 @@ from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
 from rlhfless.records import FunctionName, Holding, ReplicaState
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
+from rlhfless.util.clock import VirtualClock
 
 
-async def test_holdings_of_a_long_step_are_written_before_it_ends(tmp_path: Path) -> None:
+async def test_holdings_of_a_long_step_are_written_before_it_ends(tmp_path: Path, clock: VirtualClock) -> None:
     ledger = ledger_in(tmp_path)
-    pools = [pool_of_one(ledger, iter((10.0, 12.0, 25.0)))]
+    pools = [pool_of_one(ledger, clock)]
     ledger.keep_up(pools, lag_s=60.0)
     assert read_trace(tmp_path).holdings == ()  # the last write is recent
+    clock.now_s = 25.0
     ledger.keep_up(pools, lag_s=0.0)
     spans = [(holding.state, holding.start_s, holding.end_s) for holding in read_trace(tmp_path).holdings]
     assert spans == [(ReplicaState.STARTING, 10.0, 12.0), (ReplicaState.STALE, 12.0, 25.0)]
 
 
 async def test_a_full_disk_loses_nothing_of_the_bill_and_is_reported_at_the_end_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: VirtualClock
 ) -> None:
     ledger = ledger_in(tmp_path)
-    pools = [pool_of_one(ledger, iter((10.0, 12.0, 25.0, 27.0, 31.0)))]
+    pools = [pool_of_one(ledger, clock)]
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -47,14 +48,16 @@ async def test_a_full_disk_loses_nothing_of_the_bill_and_is_reported_at_the_end_
         with pytest.raises(OSError, match="no space left"):
             ledger.catch_up(pools)
     assert read_trace(tmp_path).holdings == ()
+    clock.now_s = 31.0
     ledger.catch_up(pools)
     assert sum(holding.duration_s for holding in read_trace(tmp_path).holdings) == 21.0
 
 
-def pool_of_one(ledger: Ledger, clock: Iterator[float]) -> Any:
-    """Return a pool with one running replica. The clock gives the times of its launch, its start and its check."""
-    allocation = Allocation.of([Device("cpu-0", CPU_KIND, 0)])
-    replica = Replica("r", FunctionName.SCORING, allocation, ledger, lambda: next(clock))
+def pool_of_one(ledger: Ledger, clock: VirtualClock) -> Any:
+    """Return a pool with one replica, launched at 10 and up at 12."""
+    clock.now_s, allocation = 10.0, Allocation.of([Device("cpu-0", CPU_KIND, 0)])
+    replica = Replica("r", FunctionName.SCORING, allocation, ledger)
+    clock.now_s = 12.0
     replica.mark_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
     return SimpleNamespace(replicas=lambda: (replica,))
 

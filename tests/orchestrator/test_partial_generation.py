@@ -12,6 +12,7 @@ import pytest
 from fakes.builders import drawn
 from fakes.fake_cluster import FakePool, rollout, runner
 from fakes.fake_run import SPEC, Reader, Scene, draw, until, weights_of
+from fakes.set_clock import TickingClock, reading
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import Replayed, RolloutRequest, Selection
@@ -110,10 +111,10 @@ async def test_samples_of_an_actor_that_dies_as_it_hands_them_back_begin_where_t
 
 
 async def test_an_actor_that_keeps_samples_after_an_abort_is_named(journal: Journal) -> None:
-    pool, seconds = FakePool("a"), iter(range(10**9))
+    pool = FakePool("a")
     spec = SPEC.model_copy(update={"timeouts": SPEC.timeouts.model_copy(update={"drain_s": 5.0})})
     request = request_of({"p": 3, "q": 3}, 1)
-    stage = GenerationStage(pool, request, spec, runner(pool), journal, clock=lambda: float(next(seconds)))
+    stage = GenerationStage(pool, request, spec, runner(pool), journal)
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 4)
 
@@ -121,7 +122,7 @@ async def test_an_actor_that_keeps_samples_after_an_abort_is_named(journal: Jour
 
     pool["a"].call = ignore  # type: ignore[method-assign]
     pool["a"].finish("p")
-    with pytest.raises(CallTimeout, match=r"a kept samples for longer than timeouts\.drain_s"):
+    with reading(TickingClock()), pytest.raises(CallTimeout, match=r"a kept samples for longer than timeouts\.drain_s"):
         await reader.task
 
 

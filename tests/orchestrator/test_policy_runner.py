@@ -30,6 +30,9 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
+from rlhfless.util.clock import VirtualClock, unix_s
+
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 def ints(*values: int) -> np.ndarray:
@@ -45,7 +48,7 @@ class Scripted:
         self.views: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        assert at_s == 100.0
+        assert at_s == unix_s()
         self.asked.append(event)
         self.views.append((view.tokens.copy(), view.finished.copy(), view.truncated.copy(), view.home.copy()))
         answer = self.answers.get(type(event).__name__, ())
@@ -57,16 +60,15 @@ class Scripted:
 
 
 class Scene:
-    """A stage over a fake pool with a scripted policy and a clock that the test advances."""
+    """A stage over a fake pool with a scripted policy."""
 
     def __init__(self, pool: FakePool, names: str, policy: Scripted, samples: int = 2) -> None:
         self.pool = pool
         self.policy = policy
         self.fleet = FakeFleet(pool)
         self.notes: list[Decision] = []
-        self.now_s = 0.0
-        self.runner = PolicyRunner(policy, self.fleet, self.notes.append, clock=lambda: 100.0)
-        self.stage = GenerationStage(pool, draw(names, samples), SPEC, self.runner, clock=lambda: self.now_s)
+        self.runner = PolicyRunner(policy, self.fleet, self.notes.append)
+        self.stage = GenerationStage(pool, draw(names, samples), SPEC, self.runner)
         self.reader = Reader(self.stage)
 
     async def ended(self, *actors: str) -> None:
@@ -115,11 +117,11 @@ async def test_an_actor_that_never_came_gives_back_what_waited_for_it() -> None:
     await scene.ended("a")
 
 
-async def test_moved_samples_go_on_at_the_slot_that_was_named() -> None:
+async def test_moved_samples_go_on_at_the_slot_that_was_named(clock: VirtualClock) -> None:
     policy = Scripted(StepBegan=[Assign(0, ints(0, 1, 2, 3))], Heartbeat=[Move(0, 2, ints(1, 3))])
     scene = Scene(FakePool("a", "b", "c"), "pq", policy)
     await until(lambda: bool(scene.pool["a"].running))
-    scene.now_s = 1.0
+    clock.now_s = 1.0
     scene.pool["a"].heartbeat(dict.fromkeys(scene.pool["a"].running, 5))
     await until(lambda: len(scene.pool["c"].running) == 2)
     assert set(scene.pool["c"].running) == {("p", 1), ("q", 1)}
@@ -136,11 +138,11 @@ async def test_moved_samples_go_on_at_the_slot_that_was_named() -> None:
     assert drawn == {("p", 0): "a", ("p", 1): "c", ("q", 0): "a", ("q", 1): "c"}
 
 
-async def test_a_beat_shows_tokens_and_lengths_and_is_asked_once_an_interval() -> None:
+async def test_a_beat_shows_tokens_and_lengths_and_is_asked_once_an_interval(clock: VirtualClock) -> None:
     policy = Scripted(StepBegan=[Assign(0, ints(0, 1)), Assign(1, ints(2, 3))])
     scene = Scene(FakePool("a", "b"), "pq", policy)
     await until(lambda: bool(scene.pool["a"].running and scene.pool["b"].running))
-    scene.now_s = 0.6
+    clock.now_s = 0.6
     scene.pool["a"].heartbeat({("p", 0): 12}, {("p", 1): Ended(30, truncated=True)})
     scene.pool["b"].heartbeat({("q", 0): 7, ("q", 1): 8})
     await until(lambda: scene.stage.progress == {("p", 0): 12, ("q", 0): 7, ("q", 1): 8})
@@ -149,21 +151,21 @@ async def test_a_beat_shows_tokens_and_lengths_and_is_asked_once_an_interval() -
     assert tokens.tolist() == [12, 30, 0, 0]
     assert finished.tolist() == truncated.tolist() == [False, True, False, False]
     assert home.tolist() == [0, -1, 1, 1]
-    scene.now_s = 1.2
+    clock.now_s = 1.2
     scene.pool["b"].heartbeat({("q", 0): 9})
     await until(lambda: policy.kinds == [StepBegan, Heartbeat, Heartbeat])
     assert policy.views[2][0].tolist() == [12, 30, 9, 8]
     await scene.ended("a", "b")
 
 
-async def test_what_was_lost_starts_anew_where_the_policy_says() -> None:
+async def test_what_was_lost_starts_anew_where_the_policy_says(clock: VirtualClock) -> None:
     policy = Scripted(
         StepBegan=[Assign(0, ints(0, 1, 2, 3))],
         Lost=lambda view: [Assign(2, np.flatnonzero(view.home < 0))],
     )
     scene = Scene(FakePool("a", "b", "c"), "pq", policy)
     await until(lambda: bool(scene.pool["a"].running))
-    scene.now_s = 1.0
+    clock.now_s = 1.0
     scene.pool["a"].heartbeat({("p", 0): 12})
     await until(lambda: Heartbeat in policy.kinds)
     scene.pool["a"].die()
@@ -227,12 +229,14 @@ async def test_a_fault_of_the_policy_costs_no_sample(answer: Sequence[Action]) -
     assert scene.runner.figures(3)["policy_faults"] == 1.0
 
 
-async def test_a_broken_policy_is_logged_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_broken_policy_is_logged_once_and_counted_each_time(
+    clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
     scene = Scene(FakePool("a", "b"), "pq", Scripted(StepBegan=boom, Heartbeat=boom, Generated=boom))
     with caplog.at_level(logging.ERROR):
         await until(lambda: bool(scene.pool["a"].running and scene.pool["b"].running))
         assert {key[0] for key in scene.pool["a"].running} == {"p"}  # split evenly
-        scene.now_s = 1.0
+        clock.now_s = 1.0
         scene.pool["a"].heartbeat({("p", 0): 3})
         await scene.ended("a", "b")
     assert scene.runner.figures(3)["policy_faults"] == 3.0

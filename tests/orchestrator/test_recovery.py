@@ -17,6 +17,7 @@ from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.step_metrics import tokens_per_s
 from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
+from rlhfless.util.clock import VirtualClock
 
 
 class FakeRun:
@@ -119,21 +120,9 @@ async def test_a_fault_with_any_text_is_kept_as_what_can_be_stored() -> None:
     assert run.decisions[0].inputs["fault"] == "ReplicaLost: engine: \\udcff\\x1b"
 
 
-class Clock:
-    """Replacement for `time` in the steps of a run. The test sets its time."""
-
-    now_s = 100.0
-
-    def time(self) -> float:
-        return self.now_s
-
-    monotonic = time
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("rlhfless.orchestrator.ledger.time", clock)
+@pytest.fixture(name="clock")
+def at_100(clock: VirtualClock) -> VirtualClock:
+    clock.now_s = 100.0
     return clock
 
 
@@ -144,7 +133,7 @@ def begin(steps: StepClock, step: int, *, up: bool = True) -> tuple[float, float
     return begun.start_s, begun.tried_s, begun.recovers
 
 
-def test_a_step_counts_from_its_first_try_and_from_the_end_of_the_step_before(clock: Clock) -> None:
+def test_a_step_counts_from_its_first_try_and_from_the_end_of_the_step_before(clock: VirtualClock) -> None:
     steps = StepClock()
     assert begin(steps, 5) == (100, 100, False)
     assert steps.end(5, 110.0) == 110
@@ -159,7 +148,7 @@ def test_a_step_counts_from_its_first_try_and_from_the_end_of_the_step_before(cl
     assert begin(steps, 7) == (170, 161, False)
 
 
-def test_an_evaluation_between_two_steps_is_in_neither(clock: Clock) -> None:
+def test_an_evaluation_between_two_steps_is_in_neither(clock: VirtualClock) -> None:
     steps = StepClock()
     begin(steps, 1)
     steps.end(1, 110.0)
@@ -169,7 +158,7 @@ def test_an_evaluation_between_two_steps_is_in_neither(clock: Clock) -> None:
 
 
 def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_since_it_began(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: VirtualClock
 ) -> None:
     ledger, steps = ledger_in(tmp_path), StepClock()
     first = steps.begin(1, fleet_is_up=True)
@@ -193,7 +182,7 @@ def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_sin
     ledger.close()
 
 
-def test_the_times_of_steps_that_overlap_add_up_to_the_time_of_the_run(clock: Clock) -> None:
+def test_the_times_of_steps_that_overlap_add_up_to_the_time_of_the_run(clock: VirtualClock) -> None:
     """Step 2 generates from 104 on, an evaluation from 110 to 115 belongs to no step, and step 3 generates from 116
     on."""
     steps = StepClock()
@@ -213,7 +202,7 @@ def test_the_times_of_steps_that_overlap_add_up_to_the_time_of_the_run(clock: Cl
 
 
 def test_a_step_that_is_drawn_on_while_a_new_learner_takes_others_again_counts_from_the_last_of_them(
-    clock: Clock,
+    clock: VirtualClock,
 ) -> None:
     steps = StepClock()
     steps.begin(5, fleet_is_up=True)
@@ -231,11 +220,11 @@ def test_a_step_that_is_drawn_on_while_a_new_learner_takes_others_again_counts_f
     assert (later.start_s, later.recovers) == (170, False)
 
 
-def test_a_step_that_begins_without_an_actor_recovers(clock: Clock) -> None:
+def test_a_step_that_begins_without_an_actor_recovers(clock: VirtualClock) -> None:
     assert begin(StepClock(), 3, up=False) == (100, 100, True)
 
 
-def test_the_recovery_lasts_until_a_function_works_in_the_last_try(tmp_path: Any, clock: Clock) -> None:
+def test_the_recovery_lasts_until_a_function_works_in_the_last_try(tmp_path: Any, clock: VirtualClock) -> None:
     ledger, steps = ledger_in(tmp_path), StepClock()
 
     def work(what: Work, start_s: float, end_s: float) -> None:

@@ -16,6 +16,7 @@ from fakes.builders import timed
 from fakes.fake_cluster import FakeActor, FakePool
 from fakes.fake_run import Reader, draw, until
 from fakes.live_fleet import Fleet
+from fakes.set_clock import reading
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.orchestrator.scaler import Scaler, StepDue, policy_of
@@ -29,10 +30,11 @@ from rlhfless.scaling.policy import Policy
 from rlhfless.spec import CheapestSpec, RunSpec, WeightedSpec
 from rlhfless.spec.explain import tag_of
 from rlhfless.spec.fleet import POLICY_SEAM
+from rlhfless.util.clock import VirtualClock
 
 
 class Life:
-    """A scaler over two serving fake actors, with a clock that the test advances."""
+    """A scaler over two serving fake actors."""
 
     def __init__(self, folder: Path, policy: str, fewest: int = 2, sequences: int = 256) -> None:
         self.sequences = sequences
@@ -45,27 +47,28 @@ class Life:
         due = StepDue(RunContract())
         made = policy_of(self.spec, LengthPredictor(self.spec.generation.max_tokens), None)
         self.scaler = Scaler(made, self.scene.fleet, speeds, self.scene.ledger, due)
-        self.now_s = 0.0
 
     def stage(self, what: RolloutRequest) -> GenerationStage:
         runner = self.scaler.runner_of(what.call.step, what.work)
-        return GenerationStage(self.pool, what, self.spec, runner, clock=lambda: self.now_s)
+        return GenerationStage(self.pool, what, self.spec, runner)
 
     async def draw(self, step: int, names: Sequence[str] = "pqrs") -> Reader:
         """Generate a step with two heartbeats in between, and end it."""
-        reader = Reader(self.stage(of_step(step, names)))
-        await until(lambda: any(actor.running for actor in self.actors))
-        for turn in (1, 2):
-            self.now_s += 1.0
-            for actor in self.actors:
-                actor.heartbeat(dict.fromkeys(itertools.islice(actor.running, self.sequences), 4 * turn))
-            await asyncio.sleep(0)
-        while not reader.task.done():
-            for actor in self.actors:
-                if actor.running:
-                    actor.finish(next(iter(actor.running))[0])
-            await asyncio.sleep(0)
-        await reader.task
+        clock = VirtualClock()
+        with reading(clock):
+            reader = Reader(self.stage(of_step(step, names)))
+            await until(lambda: any(actor.running for actor in self.actors))
+            for turn in (1, 2):
+                clock.now_s += 1.0
+                for actor in self.actors:
+                    actor.heartbeat(dict.fromkeys(itertools.islice(actor.running, self.sequences), 4 * turn))
+                await asyncio.sleep(0)
+            while not reader.task.done():
+                for actor in self.actors:
+                    if actor.running:
+                        actor.finish(next(iter(actor.running))[0])
+                await asyncio.sleep(0)
+            await reader.task
         for group in reader.groups:
             self.scene.ledger.add_group(step, group.adding(score=[Score(0.0, {}) for _ in group.samples]))
         self.scaler.learn_speeds(step)
@@ -201,16 +204,16 @@ def test_the_policy_forecasts_with_what_the_run_knows_of_its_responses() -> None
     assert forecaster._predictor is lengths
 
 
-def test_a_step_is_due_at_its_share_of_the_contract() -> None:
+def test_a_step_is_due_at_its_share_of_the_contract(clock: VirtualClock) -> None:
     """100 s for four steps. The first takes 40 s, so 20 s remain for each of the others."""
-    now_s = 1000.0
-    due = StepDue(RunContract(CheapestSpec(deadline_s=100.0, per="run"), steps=4), lambda: now_s)
-    now_s = 1005.0
+    clock.now_s = 1000.0
+    due = StepDue(RunContract(CheapestSpec(deadline_s=100.0, per="run"), steps=4))
+    clock.now_s = 1005.0
     assert due.left_s() == 20.0
     due.end_step(1040.0)
-    now_s = 1050.0
+    clock.now_s = 1050.0
     assert due.left_s() == 10.0
-    now_s = 1070.0
+    clock.now_s = 1070.0
     assert due.left_s() == -10.0
-    assert StepDue(RunContract(CheapestSpec(deadline_s=30.0, per="step"), steps=4), lambda: now_s).left_s() == 30.0
+    assert StepDue(RunContract(CheapestSpec(deadline_s=30.0, per="step"), steps=4)).left_s() == 30.0
     assert StepDue(RunContract(WeightedSpec(), steps=4)).left_s() == math.inf

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fakes.fake_cluster import FakeFleet, FakePool
 from fakes.fake_run import SPEC, Reader, draw
+from fakes.set_clock import TickingClock, reading
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import Rollout, sample_seed
@@ -44,7 +45,7 @@ async def play(random: Random) -> list[Rollout]:
     """Generate all samples while the test plays the actors."""
     pool, lost = FakePool("a", "b", "c"), 0
     runner = PolicyRunner(Dice(random), FakeFleet(pool), lambda _: None)
-    stage = GenerationStage(pool, draw(NAMES, SAMPLES), SPEC, runner, clock=iter(range(10**9)).__next__)  # type: ignore[arg-type]
+    stage = GenerationStage(pool, draw(NAMES, SAMPLES), SPEC, runner)
     reader = Reader(stage)
     turns = 0
     while not reader.task.done():
@@ -73,7 +74,8 @@ async def play(random: Random) -> list[Rollout]:
 def test_no_sample_is_lost_or_doubled_under_any_decisions(seed: int) -> None:
     logging.disable(logging.ERROR)
     try:
-        rollouts = asyncio.run(play(Random(seed)))
+        with reading(TickingClock()):
+            rollouts = asyncio.run(play(Random(seed)))
     finally:
         logging.disable(logging.NOTSET)
     assert sorted(rollout.key for rollout in rollouts) == [(name, i) for name in NAMES for i in range(SAMPLES)]

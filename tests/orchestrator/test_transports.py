@@ -15,6 +15,7 @@ from rlhfless.orchestrator.launch import TransportRefused, transport_of
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.placement import Allocation, Device, DeviceGroup, Placement
 from rlhfless.spec import RunSpec
+from rlhfless.util.clock import VirtualClock
 
 
 def spec(joined: bool = False, **weights: Any) -> RunSpec:
@@ -86,18 +87,18 @@ def test_shared_memory_that_is_none_is_refused() -> None:
 
 
 async def test_the_trace_says_how_an_actor_gets_its_weights_and_when_that_changes(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, clock: VirtualClock
 ) -> None:
     caplog.set_level("INFO")
     recorder: Any = SimpleNamespace(decisions=[], add_holding=lambda _: None)
     recorder.add_decision = recorder.decisions.append
-    times = iter((0.0, 5.0, 6.0))
     cores = CORES.allocation(FunctionName.GENERATION, 0)
-    actor = Replica("generation-0", FunctionName.GENERATION, cores, recorder, times.__next__)
+    actor = Replica("generation-0", FunctionName.GENERATION, cores, recorder)
     for step, transport in enumerate(("http", "http", None, "nccl")):
+        clock.now_s = 5.0 + step
         actor.record_transport(Call("run", 1, step), transport)
     assert recorder.decisions == [
         Decision(0, 5.0, "transport", "generation-0", {"transport": "http"}),
-        Decision(3, 6.0, "transport", "generation-0", {"transport": "nccl"}),
+        Decision(3, 8.0, "transport", "generation-0", {"transport": "nccl"}),
     ]
     assert "generation-0 loads weights by http" in caplog.text
