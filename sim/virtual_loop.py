@@ -1,0 +1,87 @@
+"""An event loop on a virtual clock: when all tasks wait, the clock jumps to the next timer.
+
+Live code runs on it unchanged: `asyncio.sleep`, timeouts and `rlhfless.util.clock` count virtual seconds. Nothing may
+take real time: a thread's function is called at once, in the loop itself, and files and sockets are refused. If nothing
+is ready and no timer is left, the loop raises NothingDue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from rlhfless.util.clock import VirtualClock
+
+T = TypeVar("T")
+
+
+class NothingDue(RuntimeError):
+    """All tasks wait, and no timer is left: for each other, or for a thread, file or process outside the simulation."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop, VirtualClock):
+    """An event loop whose clock starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__(_Jumps(self))
+
+    def time(self) -> float:
+        return self.now_s
+
+    def run_in_executor(  # type: ignore[override]
+        self,
+        executor: Any,  # noqa: ARG002
+        func: Callable[..., T],
+        *args: Any,
+    ) -> asyncio.Future[T]:
+        """Call the function now: on a virtual clock, a thread takes no time."""
+        called: asyncio.Future[T] = self.create_future()
+        try:
+            called.set_result(func(*args))
+        except Exception as error:
+            called.set_exception(error)
+        return called
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a virtual clock that starts at 0, and return its result."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class _Jumps(selectors.BaseSelector):
+    """The loop's wait for files, which waits for none and sets the clock instead."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._own: selectors.SelectorKey | None = None
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise NothingDue(f"nothing is due at {self._loop.now_s:.3f} s, and {_waiting(self._loop)}")
+        self._loop.now_s += max(timeout, 0.0)
+        return []
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        if self._own is not None:
+            raise NotImplementedError(f"a virtual clock does not wait for files and sockets, such as {fileobj!r}")
+        self._own = selectors.SelectorKey(fileobj, fileobj, events, data)  # by which threads wake the loop
+        return self._own
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        key, self._own = self.get_key(fileobj), None
+        return key
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return {} if self._own is None else {self._own.fileobj: self._own}
+
+
+def _waiting(loop: VirtualLoop) -> str:
+    """Describe the tasks that wait, and the line at which each does."""
+    places = []
+    for task in asyncio.all_tasks(loop):
+        where = "".join(f" at {frame.f_code.co_filename}:{frame.f_lineno}" for frame in task.get_stack()[-1:])
+        places.append(f"{task.get_name()} ({getattr(task.get_coro(), '__qualname__', task.get_coro())}{where})")
+    return f"{len(places)} tasks wait: {'; '.join(sorted(places)[:8])}"
