@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from fakes.views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, replica_slot, view_of
+from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.cost_aware.estimates import DeadlineMargin
 from rlhfless.scaling.policies.cost_aware.forecasts import PredictedLengths
+from rlhfless.scaling.policies.cost_aware.idle import HeldDevices
+from rlhfless.scaling.policies.fleet import Contexts
 from rlhfless.scaling.policy import (
     Action,
     Assign,
@@ -30,6 +33,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
+from rlhfless.scaling.prices import RentalTerms
 from rlhfless.sim.experiment.run import Clairvoyant
 from rlhfless.spec import CheapestSpec, CostAwareSpec, WeightedSpec
 from rlhfless.spec.fleet import ContractSpec
@@ -197,6 +201,74 @@ def test_all_leave_after_generation_and_start_ahead_of_the_next_step(steps_befor
     # The learner took 40 s after generation in the steps before, and a start takes 2 s.
     again_s = 60 * steps_before + 20 + 40 - 2
     assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, again_s)
+
+
+SLOW = fleet_of(*(replica_slot(index, start_s=30.0) for index in range(3)), learner(9), terms=RentalTerms(0, 0, 30.0))
+"""Devices are billed by the second. A released one is there again after 30 s, and an actor on it 30 s later."""
+
+
+def steps_before(contract: ContractSpec, after_s: float, steps: int = 2) -> Policy:
+    """Return the policy after steps of 20 s of generation on SLOW and `after_s` of learning."""
+    policy = knowing(contract)
+    for step in range(steps):
+        begin_s = step * (20 + after_s)
+        policy.decide(begin_s, StepBegan(), slow(view_of(SLOW, ALL_UP, prompts=6, siblings=1), step))
+        policy.decide(begin_s + 20, Generated(), slow(view({}, 0), step))
+        policy.decide(begin_s + 20 + after_s, StepEnded(step, begin_s + 20 + after_s), slow(view({}, 0), step))
+    return policy
+
+
+def slow(view: StepView, step: int) -> StepView:
+    return dataclasses.replace(view, fleet=SLOW, step=step)
+
+
+@pytest.mark.parametrize(("after_s", "released"), [(40.0, []), (65.0, [1])])
+def test_an_actor_that_has_had_work_in_the_step_was_not_idle_before(after_s: float, released: list[int]) -> None:
+    """Slot 1 ends 15 s into generation, and is needed again in about 41 or 66 s. Its device costs 1 a second, and so
+    does the learner, which would wait for a start of 60 s: staying costs 41 or 66, leaving 30 + 19 or 30 + 0."""
+    policy = steps_before(WeightedSpec(time_weight=0.0), after_s)
+    begin_s = 2 * (20 + after_s)
+    policy.decide(begin_s, StepBegan(), slow(fresh(), 2))
+    policy.decide(begin_s + 10, Heartbeat(), slow(view({0: [4], 1: [5]}, 10), 2))
+    actions = list(policy.decide(begin_s + 15, Heartbeat(), slow(view({0: [4]}, 20), 2)))
+    assert [a.slot for a in actions if isinstance(a, Release) and a.slot == 1] == released
+
+
+@pytest.mark.parametrize(
+    ("contract", "leave"),
+    [
+        (WeightedSpec(time_weight=0.0), True),
+        (CheapestSpec(deadline_s=1000.0), True),
+        (WeightedSpec(time_weight=0.5), False),
+        (WeightedSpec(time_weight=1.0), False),
+        (CheapestSpec(deadline_s=0.1), False),  # late already
+        (CheapestSpec(deadline_s=55.0), False),  # 52 s are planned, and 10 s more are too many
+    ],
+)
+def test_a_release_that_delays_the_next_step_is_worth_that_to_the_contract(contract: ContractSpec, leave: bool) -> None:
+    """The next step begins 50 s after generation, and a start takes 60 s. Staying costs 50, leaving 30, and 10 s of
+    the learner: 40. By weights a second also costs what the contract gives for it; past a deadline there is no price.
+    """
+    policy = steps_before(contract, 50.0)
+    policy.decide(140.0, StepBegan(), slow(fresh(), 2))
+    actions = list(policy.decide(160.0, Generated(), slow(view({}, 0), 2)))
+    assert (Release(0) in actions) is leave
+
+
+def test_a_device_that_another_replica_holds_is_not_waited_for() -> None:
+    """The reference is on the learner's device, and stays when the learner ends; on others the learner waits."""
+    reference = replica_slot(9, function=FunctionName.REFERENCE, role=FunctionRole.COLUMN, engine=None, usd_per_s=0.0)
+    fleet = fleet_of(replica_slot(0), reference, learner(9), terms=RentalTerms(0, 0, 30.0))
+    held, contexts = HeldDevices(), Contexts()
+    for at_s, slots, waits_s in (
+        (0.0, (UP, UP, UP), 0.0),
+        (9.0, (UP, UP, ABSENT), 0.0),
+        (9.0, (UP,) + 2 * (ABSENT,), 30.0),
+    ):
+        now = contexts.of(at_s, view_of(fleet, slots, prompts=1, siblings=1))
+        held.note_held(now)
+        assert held.again_s(now, 2) == waits_s
+    assert held.again_s(now, 0) == 30.0, "a release now would give it up"
 
 
 def test_actors_that_are_idle_in_one_of_two_steps_that_are_drawn_stay() -> None:

@@ -188,12 +188,20 @@ class StepMargin:
 class StepAim:
     """The goals of a step after planning."""
 
-    margin: StepMargin
+    margin: StepMargin = StepMargin(0.5, 1.0, False)
     began_s: float = 0.0
     limit_s: float = math.inf  # Time at which its generation should have ended
     planned_s: float = math.inf  # Time at which its generation ends by the plan
     after_s: float = 0.0  # Predicted seconds of the step after generation
     time_usd_per_s: float = 0.0  # Value of a second of the step; if infinite, nothing may delay its end
+
+    def delay_usd(self, late_s: float, waiting_usd_per_s: float) -> float:
+        """Return the cost of a delay of such a step: at least that of all that waits, and infinite past its limit."""
+        if late_s <= 0:
+            return 0.0
+        if self.planned_s + late_s > self.limit_s:
+            return math.inf
+        return max(self.time_usd_per_s, waiting_usd_per_s) * late_s
 
 
 class DeadlineMargin:

@@ -7,12 +7,13 @@ the run so far; the end of this step's generation comes from the last forecast (
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.scaling.policies.cost_aware.estimates import Recent, StartTimes
+from rlhfless.scaling.policies.cost_aware.estimates import Recent, StartTimes, StepAim
 from rlhfless.scaling.policies.fleet import Inputs, PolicyContext, note
 from rlhfless.scaling.policy import Action, Release, Start
 
@@ -38,7 +39,7 @@ class IdleState:
 
 
 def cheapest_idle_state(
-    now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, again_usd: float = 0.0
+    now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, aim: StepAim, again_usd: float = 0.0
 ) -> IdleState:
     """Return the cheaper state of a replica over a gap of g seconds; ties stay.
 
@@ -48,13 +49,14 @@ def cheapest_idle_state(
         stay    d g
         leave   d u + w max(v + u - g, 0)
 
-    because it is started ahead of time, while replicas that cost w per second wait for the rest of its start. This is
-    the ski-rental problem (Karlin et al., Algorithmica 3, 1988). For `again_usd` see `HeldDevices.again_usd`.
+    because it is started ahead of time, and the next step waits for the rest of its start. A second of the step is
+    worth w to the contract (`StepAim.delay_usd`). This is the ski-rental problem (Karlin et al., Algorithmica 3, 1988).
+    For `again_usd` see `HeldDevices.again_usd`.
     """
     replica_slot = now.layout.replica_slots[slot]
     price, up_s = replica_slot.usd_per_s, starts.up_s(replica_slot)
-    late_s = max(starts.start_s(now, slot) - gap_s, 0.0)
-    leave_usd = price * up_s + waiting_usd_per_s(now) * late_s + again_usd
+    late_s = starts.start_s(now, slot) - gap_s
+    leave_usd = price * up_s + aim.delay_usd(late_s, waiting_usd_per_s(now)) + again_usd
     if price * gap_s <= leave_usd:
         return IdleState(True, price * gap_s, 0.0)
     return IdleState(False, leave_usd, price)
@@ -89,14 +91,18 @@ class HeldDevices:
     def __init__(self) -> None:
         self._leases: dict[str, tuple[float, float]] = {}
         """By device: start of its lease, and the last time at which it was held."""
+        self._holders: Counter[str] = Counter()
+        """By device: how many awake replicas hold it now."""
 
     def note_held(self, now: PolicyContext) -> None:
         """Record the held devices; called at every event."""
         terms = now.view.fleet.terms
         if terms.free:
             return
+        self._holders.clear()
         for slot, replica_slot in enumerate(now.layout.replica_slots):
             if now.awake(slot):
+                self._holders.update(replica_slot.devices)
                 for device in replica_slot.devices:
                     since_s, until_s = self._leases.get(device, (now.at_s, now.at_s))
                     if (
@@ -109,14 +115,15 @@ class HeldDevices:
     def again_s(self, now: PolicyContext, slot: int) -> float:
         """Return the seconds that a start at a slot waits for released devices; 0 while they are paid for.
 
-        This includes devices that a release now would give up.
+        This includes devices that a release now would give up, and excludes those that other replicas hold.
         """
-        terms, until_s = now.view.fleet.terms, []
+        terms, own = now.view.fleet.terms, int(now.awake(slot))
         for device in now.layout.replica_slots[slot].devices:
-            if device in self._leases:
+            if device in self._leases and self._holders[device] == own:
                 since_s, last_s = self._leases[device]
-                until_s.append(terms.paid_until_s(since_s, now.at_s if now.awake(slot) else last_s))
-        return terms.reacquire_s if until_s and min(until_s) <= now.at_s else 0.0
+                if terms.paid_until_s(since_s, now.at_s if own else last_s) <= now.at_s:
+                    return terms.reacquire_s
+        return 0.0
 
     def again_usd(self, now: PolicyContext, slot: int, gap_s: float, lease_s: float) -> float:
         """Return the cost of releasing a slot's devices for a gap.
@@ -145,8 +152,10 @@ class IdleScheduler:
         self._wanted_s: dict[int, Recent] = {}
         """By slot of a service: seconds from the step's start until its first complete group. A late service delays the
         whole step, so it is started for the earliest observed."""
+        self.aim = StepAim()
+        """The goals of the last planned step, as an estimate of the next one's."""
         self._worked_s: dict[int, float] = {}
-        """By slot of an actor: end of generation in its last step, or when it was first seen idle."""
+        """By slot of an actor: when it was last seen with work, or first seen idle."""
         self._began_s: dict[int, float] = {}
         self._generated_s: dict[int, float] = {}  # By step: end of its generation
         self._last: tuple[float, float, float] | None = None
@@ -183,6 +192,10 @@ class IdleScheduler:
                 actions.append(self._ahead(now, slot, self._wanted_s[slot].least))
         return actions
 
+    def note_work(self, now: PolicyContext, actors: Iterable[int]) -> None:
+        """Record that actors have work now."""
+        self._worked_s |= dict.fromkeys(actors, now.at_s)
+
     def note_first_group(self, now: PolicyContext) -> None:
         """Record, at the next heartbeat, when the first group was complete."""
         if not self._first_group and now.view.finished.any():
@@ -199,7 +212,7 @@ class IdleScheduler:
         start_s = max((self._starts.start_s(now, slot) for slot in learners), default=0.0)
         self._generated_s[now.view.step] = now.at_s
         self._last = now.at_s, forecast.tokens, start_s
-        self._worked_s |= dict.fromkeys(actors, now.at_s)
+        self.note_work(now, actors)
         actions: list[Action] = []
         absent = {slot for slot in now.layout.generation if not now.awake(slot)}
         for slot in now.layout.generation:
@@ -231,7 +244,7 @@ class IdleScheduler:
         """Return the state of a replica that has been idle for `idle_s` and is needed in `gap_s`."""
         free = now.view.fleet.terms.free
         again_usd = 0.0 if free else self._held.again_usd(now, slot, gap_s, self._step_s.value)
-        return cheapest_idle_state(now, slot, self._starts, idle_s + gap_s, again_usd)
+        return cheapest_idle_state(now, slot, self._starts, idle_s + gap_s, self.aim, again_usd)
 
     def end_step(self, step: int, end_s: float) -> None:
         """Record how long the step took."""
@@ -243,10 +256,12 @@ class IdleScheduler:
     def state_of(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
         """Return the state of an idle actor until the next step.
 
-        Its idle time so far counts too, so that an actor unused by plans is released once its idling has cost as much
-        as a start.
+        For an actor unused by the step's plan, its idle time so far counts too, so that it is released once its idling
+        has cost as much as a start. One with work in this step is expected to have some in the next.
         """
-        idle_s = now.at_s - self._worked_s.setdefault(slot, now.at_s)
+        worked_s = self._worked_s.setdefault(slot, now.at_s)
+        used = worked_s >= self._began_s.get(now.view.step, math.inf)
+        idle_s = 0.0 if used else now.at_s - worked_s
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + self._soonest_s(forecast.tokens)
         if not self._after.count:  # nothing could start an actor in time for a step whose start is unknown
             return IdleState(True, now.layout.replica_slots[slot].usd_per_s * gap_s, 0.0)

@@ -144,6 +144,7 @@ class CostAware:
         planned_s = now.at_s + made.plan.step_s
         limit_s = max(now.at_s + made.limit_s, planned_s)
         self._aim = StepAim(margin, now.at_s, limit_s, planned_s, after_s, made.plan.time_usd_per_s)
+        self._idle.aim = self._aim
         self._steps += 1
         self._actors = made.slots
         return [*actions, Note(made.plan.record(now.view.step, now.at_s)), *self._carried_out(now, made)]
@@ -210,6 +211,7 @@ class CostAware:
 
     def _carried_out(self, now: PolicyContext, made: SlotPlan) -> list[Action]:
         """Release unneeded actors, start needed ones, and assign samples."""
+        self._idle.note_work(now, self._actors)
         actions: list[Action] = []
         for slot in now.layout.generation:
             if slot not in self._actors and now.awake(slot):
@@ -221,6 +223,7 @@ class CostAware:
         self._idle.note_first_group(now)
         actions: list[Action] = []
         loads = now.loads
+        self._idle.note_work(now, np.flatnonzero(loads).tolist())
         if is_due(now, self._forecast) and now.left:
             actors = self._actors_now(now)
             tokens = now.tokens + float(actors.means.sum())
