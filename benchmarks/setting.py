@@ -90,7 +90,7 @@ async def live_run(spec: RunSpec, folder: Path) -> AsyncIterator[RLRun]:
     """A run with its fleet up."""
     console = Console("off", "bench", spec.steps, stream=io.StringIO())
     (folder / "run").mkdir(exist_ok=True)
-    session = Session(spec, preflight(spec), "bench", folder / "run", console, MetricSinks([]))
+    session = Session(preflight(spec), "bench", folder / "run", console, MetricSinks([]))
     async with open_session(session) as (run, _):
         assert isinstance(run, RLRun)
         yield run

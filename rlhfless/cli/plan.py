@@ -74,9 +74,9 @@ def plan(
 
     `--compare` shows where the run would be faster or cheaper. `rlhfless runs plan` and `runs compare` ask a service.
     """
-    from rlhfless.planning.inputs import local_devices, parsed_sides, question_of
+    from rlhfless.planning.inputs import local_devices, parsed_sides
     from rlhfless.planning.memory_plan import edited
-    from rlhfless.planning.resolve import plan_problems
+    from rlhfless.planning.resolve import plan_problems, resolve
     from rlhfless.planning.run_plan import Planner
     from rlhfless.planning.suggestions import nearest_change
     from rlhfless.records.traces import read_trace, trace_folder
@@ -98,16 +98,16 @@ def plan(
         return
     options: dict[str, object] = {f"--{name.replace('_', '-')}": values for name, values in tried.items()}
     _refuse_without_compare(devices, options | {"--out": out, "--limit": limit})
-    kind, count, apart = (
-        parsed_sides(devices[0], draws=not loaded.supervised) if devices else (*local_devices(loaded), {})
-    )
-    asked = question_of(edited(loaded, apart), kind, count)
+    of_run, apart = parsed_sides(devices[0], draws=not loaded.supervised) if devices else (local_devices(loaded), {})
+    resolved = resolve(edited(loaded, apart), of_run, required=True)
+    asked, planned = resolved.asked, resolved.memory
+    assert asked is not None
+    assert planned is not None
     latency = None
     if measured is not None:
         from rlhfless.selftest.report import measured_latency
 
         latency = measured_latency(measured, asked)
-    planned = asked.plan()
     problems = plan_problems(asked, planned)
     change = None if planned.fits else nearest_change(asked)
     planner = Planner(asked.spec, trace, latency)
@@ -117,6 +117,7 @@ def plan(
         cost = {key: found[key] for key in ("predicted", "costs_usd", "reason")}
         cost |= {"lengths": planner.lengths.source} | planner.schedules(asked, found)
         cost["prefill"] = None if prefill is None else asdict(prefill)
+        cost["decided"] = [asdict(each) for each in resolved.decided]
         typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
     else:
         _show(asked, planned, problems, change)

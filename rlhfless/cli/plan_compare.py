@@ -22,8 +22,8 @@ from rlhfless.planning import compare
 from rlhfless.planning.compare import Choice, spec_of
 from rlhfless.planning.dimensions import Dimensions
 from rlhfless.planning.host_memory import chart_shared_memory
-from rlhfless.planning.inputs import question_of
 from rlhfless.planning.objects import ComparedDevices, ComparisonObject
+from rlhfless.planning.resolve import question_of
 from rlhfless.planning.run_plan import Planner
 from rlhfless.scaling.accelerators import types_of
 from rlhfless.scaling.memory import GIB

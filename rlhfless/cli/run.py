@@ -19,7 +19,7 @@ from rlhfless.util.folders import OTHERS, private
 from rlhfless.util.text import storable
 
 if TYPE_CHECKING:
-    from rlhfless.prepare.prepared import Prepared
+    from rlhfless.planning.preflight import Prepared
     from rlhfless.spec import RunSpec
 
 NOTHING_DRAWN = "stopped; nothing was generated yet"
@@ -48,7 +48,6 @@ def run(
 ) -> None:
     """Run a spec: generate, score, learn, and write trace, metrics and checkpoints."""
     from rlhfless.orchestrator.resuming import hold_inputs
-    from rlhfless.planning.inputs import on_these_devices
     from rlhfless.planning.preflight import preflight
     from rlhfless.spec.imports import folders_in_use
     from rlhfless.spec.load import IMPORTS_FILE, SPEC_FILE, load_spec, resolved_yaml
@@ -68,14 +67,13 @@ def run(
     else:
         raise typer.BadParameter("name a spec, or a run with --resume", param_hint="SPEC")
     _require_unicode(folder)
-    loaded, _ = on_these_devices(loaded)
     prepared = preflight(loaded)
     private(folder)
-    changed = hold_inputs(loaded, folder, allowed, before)
-    (folder / SPEC_FILE).write_text(resolved_yaml(loaded), "utf-8")
+    changed = hold_inputs(prepared.spec, folder, allowed, before)
+    (folder / SPEC_FILE).write_text(resolved_yaml(prepared.spec), "utf-8")
     if folders := folders_in_use():
         (folder / IMPORTS_FILE).write_text("\n".join(folders), "utf-8")
-    _run(loaded, prepared, folder, changed)
+    _run(prepared, folder, changed)
 
 
 def _allowed(kinds: Sequence[str], resume: Path | None) -> frozenset[str]:
@@ -140,7 +138,7 @@ def resumed(
     return before, loaded, folder
 
 
-def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
+def _run(prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
     from rlhfless.cli.report import run_report
     from rlhfless.fleet import private_ray
     from rlhfless.orchestrator.driver import execute
@@ -152,7 +150,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]
     from rlhfless.telemetry.open_sinks import open_sinks
     from rlhfless.util.signals import Interrupted, OrderlyStop
 
-    run_id = folder.name
+    run_id, spec = folder.name, prepared.spec
     log = RunLog(folder, run_id)
     console = Console(spec.logging.console, f"run {run_id}", spec.steps)
     sinks = open_sinks(spec.logging, folder, run_id, console)
@@ -170,7 +168,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]
     try:
         for warning in (*prepared.warnings, *changed):
             say(f"warning: {warning}")
-        outcome = stop.run(execute(Session(spec, prepared, run_id, folder, console, sinks)))
+        outcome = stop.run(execute(Session(prepared, run_id, folder, console, sinks)))
     except Interrupted as interrupted:
         console.close()
         last = hint(INTERRUPTED, True, resume, folder, spec) or NOTHING_DRAWN

@@ -35,13 +35,14 @@ def validate(
     ] = False,
 ) -> None:
     """Check a spec and its model, data, rewards and devices. Prints what you set, as YAML."""
-    from rlhfless.planning.inputs import on_these_devices
     from rlhfless.planning.preflight import preflight
     from rlhfless.spec.load import load_spec, resolved_yaml, set_yaml
 
     own = load_spec(spec, overrides or ())
-    loaded, devices = on_these_devices(own)
-    prepared = preflight(loaded)
+    prepared = preflight(own)
+    loaded, resolved = prepared.spec, prepared.resolved
+    joined = f"the devices of the cluster at {own.placement.ray_address}"
+    devices = joined if resolved is None else resolved.devices.text
     typer.echo(resolved_yaml(loaded) if everything else set_yaml(own), nl=False)
     open_passes = (name for name, part in own.trained.items() if part.micro_batch_tokens == "auto")
     decided = [f"{name}.micro_batch_tokens {loaded.trained[name].pass_tokens}" for name in open_passes]

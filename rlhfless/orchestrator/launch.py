@@ -28,8 +28,8 @@ from rlhfless.functions.base import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.orchestrator.host import DevicesWanted
 from rlhfless.planning.host_memory import Needed, Room, on_this_node, room_at, room_problems, store_base
-from rlhfless.planning.inputs import loading_bytes, planned, shared_kv_bytes, with_ranks
-from rlhfless.prepare.prepared import Prepared
+from rlhfless.planning.inputs import planned, shared_kv_bytes
+from rlhfless.planning.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
 from rlhfless.scaling.function_specs import kinds_of, name_of, publisher_of
 from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes
@@ -148,7 +148,7 @@ def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: s
             str(home) if token else "",
             READER_SHARE * spec.timeouts.sync_s,
         ),
-        planned_bytes=lambda kind, ranks: planned(with_ranks(spec, ranks), shape, kind, tokens),
+        planned_bytes=lambda kind, ranks: planned(spec, shape, kind, tokens, ranks),
         kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
     )
 
@@ -250,8 +250,7 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
         return {}
     size = 0 if spec.supervised else version_bytes(prepared.shape, spec.model.dtype)
     learner = placement.allocation(publisher_of(spec), 0).devices
-    kind = _kind_of(spec, placement)
-    loading = loading_bytes(spec, kind, len(_devices(placement, kind)), prepared.max_model_len)
+    loading = 0 if prepared.resolved is None else prepared.resolved.loading_bytes()
     ranks = Counter(device.node for device in learner)
     engines = [each.name for each in kinds_of(spec) if each.role in (FunctionRole.SAMPLES, FunctionRole.PREFILLS)]
     actors = {device.node for name in engines for each in placement.allocations[name] for device in each.devices}
@@ -267,7 +266,3 @@ def _kind_of(spec: RunSpec, placement: Placement) -> str:
     apart = spec.placement.learner_kind is not None
     name = name_of(spec, FunctionRole.SAMPLES) if apart else publisher_of(spec)
     return placement.allocation(name, 0).devices[0].kind
-
-
-def _devices(placement: Placement, kind: str) -> set[str]:
-    return {device.name for group in placement.groups if group.kind == kind for device in group.devices}

@@ -24,12 +24,12 @@ from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.planning.host_memory import on_this_node
-from rlhfless.planning.inputs import devices_of, rank_counts
+from rlhfless.planning.resolve import ResolvedRun
 from rlhfless.records import Decision, Work
 from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.scaling.function_specs import publisher_of
 from rlhfless.scaling.learner_ranks import LEARNER_RANKS, Candidates, allocations_with, most_ranks
-from rlhfless.scaling.placement import Allocation, Node, Placement
+from rlhfless.scaling.placement import Allocation, Placement
 from rlhfless.util.clock import unix_s
 from rlhfless.util.tasks import gather_or_cancel, is_stopping
 from rlhfless.util.text import legible
@@ -185,13 +185,13 @@ class LearnerSize:
 
 
 def size_of(
-    run: BaseRun, sequence_tokens: int, nodes: Sequence[Node], placement: Placement, devices: RunDevices
+    run: BaseRun, resolved: ResolvedRun | None, placement: Placement, devices: RunDevices
 ) -> LearnerSize | None:
     """Return the LearnerSize of a run; None if the spec fixes the ranks, or if memory allows no fewer."""
     spec, most = run.spec, run.spec.learner.world_size
-    if spec.learner.fewest_ranks >= most:
+    if spec.learner.fewest_ranks >= most or resolved is None:
         return None
-    counts = rank_counts(spec, *devices_of(spec, nodes), sequence_tokens)
+    counts = resolved.rank_counts()
     if len(counts) == 1:
         log.warning("learner.min_ranks has no effect: the devices have no memory for fewer than %d ranks", most)
         return None

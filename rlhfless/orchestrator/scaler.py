@@ -20,7 +20,7 @@ from rlhfless.functions.base import Call
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.live_fleet import EngineStarts, FleetFigures, LiveFleet
 from rlhfless.orchestrator.prompt_kv import PrefillActors
-from rlhfless.prepare.prepared import Prepared
+from rlhfless.planning.preflight import Prepared
 from rlhfless.records import Decision, FunctionRole, ReplicaState, StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.engine_speeds import EngineSpeeds

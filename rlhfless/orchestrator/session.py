@@ -36,8 +36,8 @@ from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.scaler import scaler_of
 from rlhfless.orchestrator.supervised import SupervisedRun
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding
-from rlhfless.planning.inputs import devices_of, memory_problems, resolve_for_devices
-from rlhfless.prepare.prepared import Prepared
+from rlhfless.planning.preflight import Prepared
+from rlhfless.planning.resolve import resolve
 from rlhfless.prepare.prompt_order import order_of
 from rlhfless.records import Decision, FunctionName, FunctionRole
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
@@ -46,7 +46,6 @@ from rlhfless.records.ledger import JOURNAL_FILE as JOURNAL_FILE
 from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
 from rlhfless.scaling.function_specs import name_of, place_run, publisher_of
-from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.scaling.quantization import quantization_problems
@@ -67,7 +66,6 @@ REMOVE_S = 10.0
 class Session:
     """The inputs of a driver. `folder` belongs to the run; if it has earlier attempts, the run resumes from them."""
 
-    spec: RunSpec
     prepared: Prepared
     run_id: str
     folder: Path
@@ -76,6 +74,10 @@ class Session:
     host: Host = field(default_factory=Host)
     priority: int = 0
     """Rank of the run among those that share devices."""
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.prepared.spec
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -100,7 +102,7 @@ async def open_session(session: Session) -> AsyncIterator[tuple[BaseRun, int]]:
         try:
             await _reach_nodes(session, code)
             if joined:
-                session = await _resolve_for_devices(session, cluster)
+                session = replace(session, prepared=await _on_cluster(session, cluster))
             # The ledger records the spec, so it is opened after the spec is resolved for the devices.
             with contextlib.closing(_ledger(session, prices, attempt, earlier)) as ledger:
                 async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
@@ -120,25 +122,21 @@ async def _reach_nodes(session: Session, code: Path | None) -> None:
             await asyncio.to_thread(fetch_on_nodes, models, spec.timeouts.download_s)
 
 
-async def _resolve_for_devices(session: Session, cluster: Cluster) -> Session:
-    """Resolve the settings that depend on the devices of a joined cluster, and save the spec to the run's folder.
+async def _on_cluster(session: Session, cluster: Cluster) -> Prepared:
+    """Resolve the run for the devices of a joined cluster, and save its spec to the run's folder.
 
     Raises PlacementError if there are no devices, and InputError if the run does not fit on them.
     """
-    spec = session.spec
-    kind, count = devices_of(spec, await cluster.nodes(spec.placement.kind))
-    spec = resolve_for_devices(spec, kind, count)
+    spec, prepared = session.spec, session.prepared
+    resolved = resolve(spec, await cluster.nodes(spec.placement.kind), prepared.max_model_len)
     problems = [
-        *quantization_problems(spec, kind, session.prepared.shape),
-        *memory_problems(spec, kind, count, session.prepared.max_model_len),
+        *quantization_problems(resolved.spec, resolved.devices.kind, prepared.shape),
+        *resolved.problems(),
     ]
     if problems:
         raise InputError("the run cannot start on this cluster", problems)
-    (session.folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
-    shape = session.prepared.shape
-    if shape is not None:
-        shape = replace(shape, weight_bytes=DTYPE_BYTES[spec.model.dtype])
-    return replace(session, spec=spec, prepared=replace(session.prepared, shape=shape))
+    (session.folder / SPEC_FILE).write_text(resolved_yaml(resolved.spec), "utf-8")
+    return prepared.on(resolved)
 
 
 def _ledger(session: Session, prices: PriceBook, attempt: int, earlier: Trace | None) -> Ledger:
@@ -170,7 +168,7 @@ async def _fleet(
     watches = [asyncio.create_task(watch.run()) for watch in (renewal, LeavingWatch(pools, call))]
     watches += [asyncio.create_task(each.lend(call)) for each in turns]
     run = _run_of(session, by_name, ledger, journal, earlier)
-    run.learner_size = size_of(run, session.prepared.max_model_len, nodes, placement, devices)
+    run.learner_size = size_of(run, session.prepared.resolved, placement, devices)
     scaler = run.scaler if isinstance(run, RLRun) else None
     if scaler is not None:
         devices.left_s = scaler.due.left_s

@@ -27,10 +27,10 @@ from rlhfless.planning.dimensions import (
     quantization_problem,
     undrafted,
 )
-from rlhfless.planning.inputs import parsed_sides, question_of
+from rlhfless.planning.inputs import parsed_sides
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.planning.prediction import Predicted
-from rlhfless.planning.resolve import plan_problems
+from rlhfless.planning.resolve import plan_problems, question_of
 from rlhfless.planning.run_plan import Planner, planner_of
 from rlhfless.planning.schedules import limit_of_run
 from rlhfless.planning.suggestions import nearest_change
@@ -158,9 +158,9 @@ def compared(
 def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
     """Return the devices in all placements and schedules possible on them."""
     return [
-        Choice(kind, count, changes)
-        for kind, count, sides in (parsed_sides(text, draws=not spec.supervised) for text in devices)
-        for changes in _placements(spec, kind, count, sides)
+        Choice(of.kind, of.count, changes)
+        for of, sides in (parsed_sides(text, draws=not spec.supervised) for text in devices)
+        for changes in _placements(spec, of.kind, of.count, sides)
     ]
 
 

@@ -375,3 +375,13 @@ def edited(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
 def _edited(model: Any, path: Sequence[str], value: Any) -> Any:
     inner = value if len(path) == 1 else _edited(getattr(model, path[0]), path[1:], value)
     return model.model_copy(update={path[0]: inner})
+
+
+def is_set(spec: RunSpec, key: str) -> bool:
+    """Return whether the user set a dotted key."""
+    section: Any = spec
+    for name in key.split("."):
+        if name not in section.model_fields_set:
+            return False
+        section = getattr(section, name)
+    return True

@@ -12,21 +12,28 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from rlhfless.planning.resolve import is_set
+from rlhfless.planning.host_memory import Needed, room_at, room_problems, store_base
+from rlhfless.planning.inputs import host_memory_bytes
+from rlhfless.planning.memory_plan import is_set
+from rlhfless.planning.resolve import ResolvedRun, resolve
 from rlhfless.prepare.data_rows import read_rows
+from rlhfless.prepare.examples import load_sets
+from rlhfless.prepare.faults import SkippedRows
 from rlhfless.prepare.machine import capacity_problems, capacity_warnings, checkpoint_problems, learning_rate_warnings
-from rlhfless.prepare.model import PolicyModel, attention_warnings, critic_problems, load_policy
+from rlhfless.prepare.model import PolicyModel, TokenizerInfo, attention_warnings, critic_problems, load_policy
 from rlhfless.prepare.model_weights import weight_problems
-from rlhfless.prepare.prepared import Prepared, load_sets
 from rlhfless.prepare.prompts import PromptSets
 from rlhfless.prepare.rewards import reward_problems, reward_warnings, trial_calls
 from rlhfless.records import Prompt
 from rlhfless.records.rollouts import Example
-from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.latency.devices import load_devices
+from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
+from rlhfless.scaling.memory import stored_versions, version_bytes
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import OWN_DEVICES, load_price_book
 from rlhfless.scaling.quantization import quantization_problems
@@ -39,8 +46,38 @@ from rlhfless.util.errors import UserError
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The checked inputs from which a run starts."""
+
+    spec: RunSpec
+    """The spec that runs; with a joined cluster, the spec as given until its devices are known."""
+    resolved: ResolvedRun | None
+    """The run on its devices; None until the devices of a joined cluster are known."""
+    tokenizer: TokenizerInfo
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    max_model_len: int
+    """Longest sequence the engine must hold, in tokens: at most the longest prompt + max_tokens."""
+    shape: ModelShape | None
+    """The policy's sizes, for a first estimate of its speed; None if its config does not have them."""
+    warnings: tuple[str, ...]
+    skipped: tuple[SkippedRows, ...] = ()
+    """See PromptSets."""
+
+    def on(self, resolved: ResolvedRun) -> Prepared:
+        """Return the inputs of a run whose devices are known now."""
+        shape = self.shape
+        if shape is not None:
+            shape = replace(shape, weight_bytes=DTYPE_BYTES[resolved.spec.model.dtype])
+        return replace(self, spec=resolved.spec, resolved=resolved, shape=shape)
+
+
 def preflight(spec: RunSpec) -> Prepared:
-    """Check a spec against its files, models, rewards and devices. Raises InputError with all problems."""
+    """Check a spec against its files, models, rewards and devices, and resolve it for the devices of this machine.
+
+    A spec that joins a cluster is resolved once that is reached. Raises InputError with all problems.
+    """
     with _without_collector():
         return _preflight(spec)
 
@@ -71,6 +108,8 @@ def _preflight(spec: RunSpec) -> Prepared:
         for field, path, split in spec.data.files:
             _try(partial(read_rows, field, path, split, spec.sizes), problems)
     everything = [*prompts.train, *prompts.held_out] if prompts else []
+    resolved = _resolved(spec, _longest(spec, everything, policy) if policy and prompts else None)
+    spec = spec if resolved is None else resolved.spec
     problems += weight_problems(
         "model.path",
         spec.model.path,
@@ -94,14 +133,16 @@ def _preflight(spec: RunSpec) -> Prepared:
         problems += checkpoint_problems(spec, policy)
     if prompts:
         problems += _prompt_problems(spec, prompts)
-    if policy and prompts and not spec.placement.ray_address:
-        problems += _memory_problems(spec, _longest(spec, everything, policy), policy.shape)
+    if policy and prompts and resolved is not None:
+        problems += _memory_problems(resolved, policy.shape)
     if problems or policy is None or prompts is None:
         raise InputError("the run cannot start", problems)
     max_model_len = _longest(spec, everything, policy)
-    warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len), *doubts]
+    warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len, resolved), *doubts]
     warnings += attention_warnings(spec, max_model_len)
-    return Prepared(
+    prepared = Prepared(
+        spec,
+        resolved,
         policy.tokenizer_info,
         prompts.train,
         prompts.held_out,
@@ -110,6 +151,19 @@ def _preflight(spec: RunSpec) -> Prepared:
         tuple(warnings),
         prompts.skipped,
     )
+    return prepared if resolved is None else prepared.on(resolved)
+
+
+def _resolved(spec: RunSpec, sequence_tokens: int | None) -> ResolvedRun | None:
+    """Resolve a spec for this machine; None for a joined cluster, or without devices (see `_device_problems`)."""
+    from rlhfless.prepare.machine import local_node  # imports torch, which would delay earlier errors
+
+    if spec.placement.ray_address:
+        return None
+    try:
+        return resolve(spec, [local_node(load_price_book(spec.scaling.prices).kinds)], sequence_tokens)
+    except UserError:
+        return None
 
 
 def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: PolicyModel) -> int:
@@ -131,8 +185,6 @@ def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
 
 
 def _price_problems(spec: RunSpec) -> list[Problem]:
-    from rlhfless.scaling.latency.devices import load_devices
-
     where = OWN_DEVICES
     try:
         load_devices()
@@ -161,45 +213,18 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     return []
 
 
-def _memory_problems(spec: RunSpec, sequence_tokens: int, shape: ModelShape | None) -> list[Problem]:
-    from rlhfless.planning.inputs import host_memory_bytes, local_devices, memory_problems
-
-    try:
-        kind, count = local_devices(spec)
-    except UserError:
-        return []  # reported by _device_problems
+def _memory_problems(resolved: ResolvedRun, shape: ModelShape | None) -> list[Problem]:
+    spec, kind = resolved.spec, resolved.devices.kind
     problems = [
         *quantization_problems(spec, kind, shape),
-        *memory_problems(spec, kind, count, sequence_tokens),
+        *resolved.problems(),
         *(capacity_problems(spec, host_memory_bytes()) if kind == CPU_KIND else ()),
     ]
-    return problems or _room_problems(spec, kind, count, sequence_tokens, shape)
-
-
-def _room_problems(
-    spec: RunSpec, kind: str, count: int, sequence_tokens: int, shape: ModelShape | None
-) -> list[Problem]:
-    from rlhfless.planning.host_memory import Needed, room_at, room_problems, store_base
-    from rlhfless.planning.inputs import loading_bytes
-    from rlhfless.scaling.memory import stored_versions, version_bytes
-
-    if shape is None:
-        return []
-    loading = loading_bytes(spec, kind, count, sequence_tokens)
+    if problems or shape is None:
+        return problems
     stored = 0 if spec.supervised else version_bytes(shape, spec.model.dtype)
-    needed = Needed(stored, stored_versions(spec), loading)
+    needed = Needed(stored, stored_versions(spec), resolved.loading_bytes())
     return room_problems(needed, room_at(str(store_base(spec))))
-
-
-def _capacity_warnings(spec: RunSpec) -> Iterator[str]:
-    from rlhfless.planning.inputs import local_devices
-
-    yield from learning_rate_warnings(spec)
-    if spec.placement.ray_address:
-        return
-    kind, count = local_devices(spec)
-    if kind == CPU_KIND:
-        yield from capacity_warnings(spec, count)
 
 
 def _port_problems(spec: RunSpec) -> list[Problem]:
@@ -243,7 +268,7 @@ def _batch_problems(spec: RunSpec) -> list[Problem]:
 def _token_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     problems = []
     context, most = policy.context_tokens, spec.generation.max_tokens
-    # A default beyond the context shortens responses instead: see `_within_context` in planning/inputs.py.
+    # A default beyond the context shortens responses instead: see `_within_context` in planning/resolve.py.
     if context is not None and most > context - 1 and is_set(spec, "generation.max_tokens"):
         what = f"{most} leaves no room for a prompt in the context of {context} tokens"
         problems.append(Problem("generation.max_tokens", what, f"set it to at most {context - 1}"))
@@ -318,9 +343,12 @@ def _pass_warnings(spec: RunSpec, max_model_len: int) -> list[str]:
     ]
 
 
-def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> list[str]:
+def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int, resolved: ResolvedRun | None) -> list[str]:
+    capacity = [*learning_rate_warnings(spec)]
+    if resolved is not None and resolved.devices.kind == CPU_KIND:
+        capacity += capacity_warnings(spec, resolved.devices.count)
     if spec.supervised:
-        return [*_pass_warnings(spec, max_model_len), *_capacity_warnings(spec)]
+        return [*_pass_warnings(spec, max_model_len), *capacity]
     warnings = []
     generation = spec.generation
     room = max_model_len - generation.max_tokens
@@ -344,4 +372,4 @@ def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> l
             f"scaling.contract: has no effect, because the number of generation actors is always {bounds.min_actors}; "
             "lower scaling.generation.min_actors or raise max_actors to leave the number to it"
         )
-    return [*warnings, *_capacity_warnings(spec), *reward_warnings(spec, prompts)]
+    return [*warnings, *capacity, *reward_warnings(spec, prompts)]

@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from rlhfless.planning.dimensions import like
-from rlhfless.planning.inputs import model_config, question_of
+from rlhfless.planning.inputs import Devices, model_config
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.planning.prefill import PlannedPrefill, planned_prefill
-from rlhfless.planning.resolve import plan_problems
+from rlhfless.planning.resolve import plan_problems, question_of, resolve
 from rlhfless.planning.scatter import Scatter
 from rlhfless.planning.schedules import NO_SCHEDULES, Predict, schedules_of
 from rlhfless.planning.sensitivity import costs_usd
@@ -200,8 +200,9 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     latencies).
     """
     planner = planner_of(question)
-    kind, count = chosen_devices(planner.spec, question["present"])
-    main = question_of(planner.spec, kind, count)
+    devices = chosen_devices(planner.spec, question["present"])
+    main = resolve(planner.spec, devices, required=True).asked
+    assert main is not None
     chosen = planner.row(main)
     return {
         "spec": main.spec.model_dump(mode="json"),
@@ -212,14 +213,16 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
         "memory": _memory(main),
         **planner.schedules(main, chosen),
         "lengths": planner.lengths.source,
-        "missing": _missing(planner, kind, question["present"]),
+        "missing": _missing(planner, devices.kind, question["present"]),
     }
 
 
 def forecast(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return PlannedDevices of the run's own devices as JSON. `question` is that of `planned`. Raises InputError."""
     planner = planner_of(question)
-    return planner.row(question_of(planner.spec, *chosen_devices(planner.spec, question["present"])))
+    main = resolve(planner.spec, chosen_devices(planner.spec, question["present"]), required=True).asked
+    assert main is not None
+    return planner.row(main)
 
 
 def planner_of(question: Mapping[str, Any]) -> Planner:
@@ -228,11 +231,11 @@ def planner_of(question: Mapping[str, Any]) -> Planner:
     return Planner(RunSpec.model_validate(question["spec"]), trace)
 
 
-def chosen_devices(spec: RunSpec, devices: Mapping[str, int]) -> tuple[str, int]:
-    """Return kind and number of the run's devices, from its spec or else from the service's devices."""
+def chosen_devices(spec: RunSpec, devices: Mapping[str, int]) -> Devices:
+    """Return the run's devices, from its spec or else from the service's devices."""
     gpus = [kind for kind in devices if kind not in (CPU_KIND, spec.placement.learner_kind)]
     kind = spec.placement.kind or (gpus[0] if gpus else CPU_KIND)
-    return kind, spec.placement.devices or devices.get(kind, 0) or 1
+    return Devices(kind, spec.placement.devices or devices.get(kind, 0) or 1)
 
 
 def _memory(asked: Question) -> dict[str, Any]:

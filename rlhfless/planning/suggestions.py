@@ -11,8 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.planning.memory_plan import FRACTIONS, TENSOR_PARALLEL_SIZES, MemoryPlan, Question, edited, more_ranks
-from rlhfless.planning.resolve import FRACTION, TENSOR_PARALLEL, TURNS, is_set, may_take_turns, placed
+from rlhfless.planning.memory_plan import (
+    FRACTIONS,
+    TENSOR_PARALLEL_SIZES,
+    MemoryPlan,
+    Question,
+    edited,
+    is_set,
+    more_ranks,
+)
+from rlhfless.planning.placement_search import FRACTION, TENSOR_PARALLEL, TURNS, may_take_turns, placed
 from rlhfless.scaling.function_specs import replica_requests
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site

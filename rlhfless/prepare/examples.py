@@ -20,6 +20,7 @@ from rlhfless.prepare.data_rows import Row, read_rows
 from rlhfless.prepare.faults import Faults
 from rlhfless.prepare.model import PolicyModel, load_policy
 from rlhfless.prepare.prompts import PromptSets, load_prompts
+from rlhfless.prepare.rewards import columns_read, unscorable
 from rlhfless.records import Prompt
 from rlhfless.records.fields import dotted_names, field_value, find_field
 from rlhfless.records.rollouts import Example
@@ -271,3 +272,20 @@ def _text_of(messages: Sequence[Message], field: str, section: str) -> str:
         hint = f"set {section}.chat_template: true"
         raise DataFault(f"`{field}` has more than a text", "only a chat template writes thoughts and calls", hint)
     return message.text
+
+
+def load_sets(spec: RunSpec, policy: PolicyModel) -> PromptSets:
+    """Load the run's prompts or examples, training and held out. Raises InputError with the problems of all rows."""
+    if spec.supervised:
+        return load_examples(spec, policy)
+    return load_prompts(
+        spec.data,
+        policy.tokenizer,
+        max_context_tokens=policy.context_tokens,
+        seed=spec.seed,
+        sizes=spec.sizes,
+        read=columns_read(spec.rewards),
+        named_sets=spec.evaluation.sets,
+        finish=partial(unscorable, spec),
+        end_token_ids=policy.end_token_ids,
+    )

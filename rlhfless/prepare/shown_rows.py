@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhfless.prepare.data_rows import Row, read_rows
+from rlhfless.prepare.examples import load_sets
 from rlhfless.prepare.model import PolicyModel, special_tokens
-from rlhfless.prepare.prepared import load_sets
 from rlhfless.prepare.prompts import PromptSets
 from rlhfless.prepare.rewards import reward_problems
 from rlhfless.records import Prompt

@@ -18,8 +18,8 @@ import torch
 
 from rlhfless.functions.cuda import require_cuda
 from rlhfless.planning.host_memory import Needed, room_at, room_problems, store_base
-from rlhfless.planning.inputs import loading_bytes
 from rlhfless.scaling.memory import GIB, stored_versions, version_bytes
+from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.selftest.check import Measured, Wrong, check
 from rlhfless.selftest.subject import Subject
 from rlhfless.weights.digest import digest_of
@@ -124,7 +124,7 @@ def room(subject: Subject) -> Measured:
     spec, asked = subject.spec, subject.asked
     free_bytes = room_at(str(store_base(spec)))
     size = version_bytes(asked.shape, spec.model.dtype)
-    loading = loading_bytes(spec, subject.kind, asked.count, asked.sequence_tokens)
+    loading = 0 if subject.kind == CPU_KIND else asked.plan().host_bytes
     needed = Needed(size, stored_versions(spec), loading)
     measured = {
         "folder": free_bytes.folder,

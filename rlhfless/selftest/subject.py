@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from rlhfless.bundled import Recipe, WarmStartRecipe, build
 from rlhfless.planning.host_memory import SHARED_MEMORY
-from rlhfless.planning.inputs import config_file, local_devices, question_of, resolve_for_devices
+from rlhfless.planning.inputs import config_file, local_devices
 from rlhfless.planning.memory_plan import Question
+from rlhfless.planning.resolve import resolve
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
@@ -104,8 +105,8 @@ def opened(spec: RunSpec | None) -> Iterator[Subject]:
 
 
 def _subject(spec: RunSpec, model: str, folder: Path) -> Subject:
-    kind, count = local_devices(spec)
-    asked = question_of(resolve_for_devices(spec, kind, count), kind, count)
+    asked = resolve(spec, local_devices(spec), required=True).asked
+    assert asked is not None
     config = json.loads(config_file(spec.model.path).read_text("utf-8"))
     return Subject(asked, model, folder, int(config.get("text_config", config)["vocab_size"]))
 

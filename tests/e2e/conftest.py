@@ -45,7 +45,7 @@ async def live(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     spec = RunSpec.model_validate(spec_values(assets))
     folder = tmp_path_factory.mktemp("live")
     console = Console("lines", "live", spec.steps, stream=io.StringIO())
-    session = Session(spec, preflight(spec), "live-1", folder, console, MetricSinks([]))
+    session = Session(preflight(spec), "live-1", folder, console, MetricSinks([]))
     async with open_session(session) as (run, _):
         yield Live(run, folder)
 

@@ -63,7 +63,7 @@ def opening(assets: Path, folder: Path, **learner: Any) -> Session:
     }
     spec = RunSpec.model_validate(values)
     console = Console("lines", "elastic", STEPS, stream=io.StringIO())
-    return Session(spec, preflight(spec), f"e-{uuid4().hex[:6]}", folder, console, MetricSinks([]))
+    return Session(preflight(spec), f"e-{uuid4().hex[:6]}", folder, console, MetricSinks([]))
 
 
 Act = Callable[[BaseRun], Awaitable[None]]

@@ -73,7 +73,7 @@ def opening(run_type: str, assets: Path, written: Path, folder: Path, **changes:
     spec = RunSpec.model_validate(values | changes)
     folder.mkdir()
     console = Console("lines", run_type, spec.steps, stream=io.StringIO())
-    return Session(spec, preflight(spec), f"w-{uuid4().hex[:6]}", folder, console, MetricSinks([]))
+    return Session(preflight(spec), f"w-{uuid4().hex[:6]}", folder, console, MetricSinks([]))
 
 
 def weights_of(start: Session) -> dict[str, np.ndarray]:

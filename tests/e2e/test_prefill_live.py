@@ -50,7 +50,7 @@ def session(assets: Path, folder: Path, **scaling: Any) -> Session:
     )
     console = Console("lines", "prefill", spec.steps, stream=io.StringIO())
     run_id = f"prefill-{folder.name}-{os.getpid()}"
-    return Session(spec, preflight(spec), run_id, folder, console, MetricSinks([]))
+    return Session(preflight(spec), run_id, folder, console, MetricSinks([]))
 
 
 def drawn(opened: Session) -> Trace:

@@ -47,7 +47,7 @@ def test_a_prefix_is_computed_once_and_the_replay_counts_its_tokens(assets: Path
     folder = tmp_path / "run"
     folder.mkdir()
     console = Console("lines", "prefixes", spec.steps, stream=io.StringIO())
-    asyncio.run(execute(Session(spec, preflight(spec), "prefixes-1", folder, console, MetricSinks([]))))
+    asyncio.run(execute(Session(preflight(spec), "prefixes-1", folder, console, MetricSinks([]))))
     trace = read_trace(folder / "trace")
     ahead = [call for call in trace.invocations if call.work is Work.PRECOMPUTE]
     # Every step has a new weight version, and the KV of an earlier one is never used.

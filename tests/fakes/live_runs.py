@@ -146,4 +146,4 @@ def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Se
     console = Console("lines", "faults", spec.steps, stream=io.StringIO())
     # Other test processes have runs in folders of the same name, and all runs of a machine share its memory.
     run_id = f"{folder.name.replace('_', '-')}-{uuid4().hex[:6]}"
-    return Session(spec, preflight(spec), run_id, folder, console, MetricSinks([]))
+    return Session(preflight(spec), run_id, folder, console, MetricSinks([]))

@@ -72,7 +72,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             leave(session.folder)
             raise error
 
-        monkeypatch.setattr(preflight, "preflight", lambda _: SimpleNamespace(warnings=()))
+        monkeypatch.setattr(preflight, "preflight", lambda spec: SimpleNamespace(spec=spec, warnings=()))
         monkeypatch.setattr(driver, "execute", execute)
         return CliRunner().invoke(main.app, ["run", str(spec), *options])
 

@@ -31,6 +31,7 @@ from rlhfless.planning.dimensions import (
     no_engine,
     quantization_problem,
 )
+from rlhfless.planning.inputs import Devices
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.planning.prediction import Predicted, _engine
@@ -165,7 +166,7 @@ def test_a_learner_on_other_devices_is_a_choice() -> None:
         ({"h100": 4}, "disaggregated"),
     ]
     placement = spec_of(SPEC, own[0]).placement
-    assert (placement.kind, placement.devices) == ("l40s", 8)
+    assert (placement.kind, placement.devices) == Devices("l40s", 8)
     assert (placement.learner_kind, placement.learner_devices) == ("h100", 2)
     assert placement_of(own[1]) == "2 h100 learn, 1 ahead"
     before = SPEC.model_copy(update={"placement": placement})
@@ -177,7 +178,7 @@ def test_a_learner_on_other_devices_is_a_choice() -> None:
 def test_generation_is_not_planned_on_the_learners_devices() -> None:
     placement = {"mode": "disaggregated", "learner_kind": "h100"}
     spec = RunSpec.model_validate(SPEC.model_dump(exclude_unset=True) | {"placement": placement})
-    assert chosen_devices(spec, {"h100": 2, "l40s": 8, CPU_KIND: 4}) == ("l40s", 8)
+    assert chosen_devices(spec, {"h100": 2, "l40s": 8, CPU_KIND: 4}) == Devices("l40s", 8)
 
 
 def test_the_specs_own_schedule_is_compared_too() -> None:

@@ -21,7 +21,8 @@ from rlhfless.functions.learner.kind import KIND as LEARNER
 from rlhfless.functions.learner.kind import learner_phases
 from rlhfless.functions.prefix_attention import NAME, packed_row
 from rlhfless.planning.memory_plan import Question, edited
-from rlhfless.planning.resolve import device_problems, keep_resolved, placed, resolve_for_kind, timed, unplanned
+from rlhfless.planning.placement_search import placed
+from rlhfless.planning.resolve import device_problems, keep_resolved, resolve_for_kind, timed, unplanned
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.records import FunctionName

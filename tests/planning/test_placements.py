@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rlhfless.planning.memory_plan import Question, edited
-from rlhfless.planning.resolve import BATCH_SEQUENCES, placed, resolve_for_kind
+from rlhfless.planning.placement_search import BATCH_SEQUENCES, placed
+from rlhfless.planning.resolve import resolve_for_kind
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape

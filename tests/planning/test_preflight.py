@@ -11,8 +11,9 @@ from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoTokenizer
 
-from rlhfless.planning.inputs import question_of, resolve_for_devices
+from rlhfless.planning.inputs import Devices
 from rlhfless.planning.preflight import preflight
+from rlhfless.planning.resolve import question_of, resolve
 from rlhfless.prepare import rewards as reward_checks
 from rlhfless.rewards.confinement import Protection
 from rlhfless.scaling.placement import Node
@@ -173,7 +174,7 @@ def test_a_config_that_is_none_is_refused_by_the_plan(model_folder, content, par
     spec = RunSpec.model_validate(run)
     with pytest.raises(InputError, match=part):
         question_of(spec, "cpu-core", 2)
-    resolve_for_devices(spec, "cpu-core", 2)
+    resolve(spec, Devices("cpu-core", 2))
 
 
 def test_a_folder_without_a_tokenizer_is_not_blamed_on_the_prompts(fault, model_folder):
@@ -466,7 +467,8 @@ def test_what_gpus_cannot_hold_is_refused_before_anything_starts(fault, check, m
 @pytest.fixture
 def two_cores(monkeypatch):
     monkeypatch.setattr("rlhfless.prepare.machine.local_node", lambda _: Node("", "this machine", 2, 2))
-    monkeypatch.setattr("rlhfless.planning.inputs.host_memory_bytes", lambda: 24 << 30)
+    for module in ("preflight", "resolve"):
+        monkeypatch.setattr(f"rlhfless.planning.{module}.host_memory_bytes", lambda: 24 << 30)
 
 
 def test_processes_that_memory_does_not_hold_are_refused(fault, two_cores):

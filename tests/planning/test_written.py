@@ -11,9 +11,9 @@ import pytest
 
 from fakes.tiny_models import QWEN_05B
 from rlhfless.planning.compare import choices_of, compared
-from rlhfless.planning.inputs import question_of
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.prediction import SHEET_FACTOR, Lengths
+from rlhfless.planning.resolve import question_of
 from rlhfless.planning.run_plan import Planner
 from rlhfless.planning.schedules import schedules_of
 from rlhfless.planning.supervised_cost import RESPONSE_TOKENS, Seconds, written, written_lengths

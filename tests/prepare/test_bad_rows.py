@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fakes.field_templates import BY_NAME
-from rlhfless.prepare.prepared import load_sets
+from rlhfless.prepare.examples import load_sets
 from rlhfless.prepare.prompts import PromptSets
 from rlhfless.prepare.rewards import reward_problems
 from rlhfless.prepare.shown_rows import shown_rows

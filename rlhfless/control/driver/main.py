@@ -32,8 +32,7 @@ from rlhfless.orchestrator.host import RunPaused, StopCause
 from rlhfless.orchestrator.resuming import has_begun, hold_inputs
 from rlhfless.orchestrator.session import Session
 from rlhfless.planning.host_memory import on_this_node
-from rlhfless.planning.preflight import preflight
-from rlhfless.prepare.prepared import Prepared
+from rlhfless.planning.preflight import Prepared, preflight
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import MOST_SIZES
 from rlhfless.spec.errors import InputError, SpecError
@@ -193,7 +192,7 @@ class _Attempt:
             reporter.special_tokens = prepared.tokenizer.special_tokens
             sinks = open_sinks(spec.logging, self._folder, self._order.run_id, console, reporter)
             session = Session(
-                spec, prepared, self._order.run_id, self._folder, reporter, sinks, reporter, self._order.priority
+                prepared, self._order.run_id, self._folder, reporter, sinks, reporter, self._order.priority
             )
             outcome = await execute(session)
         except StaleOutbox:
