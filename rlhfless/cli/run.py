@@ -112,9 +112,8 @@ def resumed(
     from rlhfless.orchestrator.resuming import SCHEDULE, schedule_problems
     from rlhfless.planning.resolve import keep_resolved
     from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER, checkpoints_of
-    from rlhfless.spec.compare import check_resumable
     from rlhfless.spec.errors import InputError, Problem
-    from rlhfless.spec.load import SPEC_FILE, load_spec
+    from rlhfless.spec.load import SPEC_FILE, check_resumable, load_spec
 
     folder = run_folder.absolute()
     if folder.parent.name == CHECKPOINTS_FOLDER:  # users may also name a checkpoint of the run

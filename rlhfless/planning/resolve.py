@@ -28,9 +28,9 @@ from rlhfless.scaling.latency.devices import UnknownDevice, device_of
 from rlhfless.scaling.memory import version_bytes
 from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError
 from rlhfless.spec import RunSpec
-from rlhfless.spec.compare import differences
 from rlhfless.spec.data import is_path
 from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.load import differences
 
 PROMPT_TOKENS = 1024
 """Room for a prompt if the prompts have not been read: the longest sequence is this plus `generation.max_tokens`."""

@@ -30,7 +30,7 @@ from rlhfless.rewards.protocol import (
     quote,
 )
 from rlhfless.spec import ExactMatchSpec, FormatSpec, JsonSchemaSpec, LengthPenaltySpec, RegexSpec
-from rlhfless.spec.json_schemas import schema_validator
+from rlhfless.spec.rewards import schema_validator
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,18 @@ from rlhfless.spec import CodeSpec
 
 MIB, KIB = 2**20, 2**10
 
+FILE_BYTES = 16 * MIB
+"""Largest file that a test may write."""
+
+FOLDER_BYTES, FOLDER_FILES = 64 * MIB, 1024
+"""Maximum size and number of all files and folders in a test's folder."""
+
+OPEN_FILES = 64
+"""Maximum number of files that a test may have open."""
+
+OUTPUT_BYTES = 256 * KIB
+"""Maximum output of a test; twice the length of the expected output if that is longer."""
+
 CLEAN_UP_S = 1.0
 """Time to end a test's process and remove its folder: usually milliseconds."""
 
@@ -80,7 +92,8 @@ class Protection:
         missing += [] if self.files else [f"can read and write all files that {whose} can"]
         missing += [] if self.environment else ["can read the environment variables of the run's processes"]
         if not self.disk and self.files:
-            missing += [f"can exceed `folder_mib` and `folder_files` for up to {LOOK_S:g} s before it is ended"]
+            folder = f"{FOLDER_BYTES // MIB} MiB or {FOLDER_FILES:,} files"
+            missing += [f"can fill its folder beyond {folder} for up to {LOOK_S:g} s before it is ended"]
         missing += ["runs as root, without root's capabilities"] if self.user == "root" else []
         if not missing:
             return []
@@ -153,8 +166,8 @@ def run_confined(task: CodeTask, spec: CodeSpec, measures: Measures = Measures()
                 start_new_session=True,
             )
         known = frozenset(os.fstat(file.fileno()).st_ino for file in (stdin, settings))
-        folder = Folder(Path(path), process.pid, spec.folder_mib * MIB, spec.folder_files, known)
-        most = max(spec.output_kib * KIB, 2 * task.expected_bytes)
+        folder = Folder(Path(path), process.pid, FOLDER_BYTES, FOLDER_FILES, known)
+        most = max(OUTPUT_BYTES, 2 * task.expected_bytes)
         ended = _follow(process, spec, folder, most, orderly=not program)
         return replace(ended, result=reading.read() or b"")
 
@@ -177,10 +190,10 @@ def _config(task: CodeTask, spec: CodeSpec, measures: Measures, folder: str) -> 
         "filter_of_attributes": of_attributes,
         "cpu_s": spec.cpu_s,
         "memory_bytes": spec.memory_mib * MIB,
-        "file_bytes": spec.file_mib * MIB,
-        "open_files": spec.open_files,
-        "folder_bytes": spec.folder_mib * MIB,
-        "folder_files": spec.folder_files,
+        "file_bytes": FILE_BYTES,
+        "open_files": OPEN_FILES,
+        "folder_bytes": FOLDER_BYTES,
+        "folder_files": FOLDER_FILES,
     }
 
 
@@ -248,7 +261,7 @@ def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, mo
                     closed = not chunk
                     output += chunk
                 if len(output) > most:
-                    cause = f"the test's output is longer than output_kib ({spec.output_kib} KiB)"
+                    cause = f"the test's output is longer than {most // KIB} KiB"
                 elif (now := time.monotonic()) > deadline:
                     cause = f"the test took longer than timeout_s ({spec.timeout_s:g} s)"
                 elif now > next_look:
@@ -302,13 +315,13 @@ class Folder:
                 for entry in entries:
                     files += 1
                     if files > self.most_files:
-                        return f"the test's folder holds more than folder_files ({self.most_files}) files and folders"
+                        return f"the test's folder holds more than {self.most_files} files and folders"
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
                     with suppress(OSError):
                         taken += entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
         if taken + self._removed_bytes() > self.most_bytes:
-            return f"the test's folder holds more than folder_mib ({self.most_bytes // 2**20} MiB)"
+            return f"the test's folder holds more than {self.most_bytes // MIB} MiB"
         return ""
 
     def _removed_bytes(self) -> int:

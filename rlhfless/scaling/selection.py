@@ -1,4 +1,4 @@
-"""Rules of the `partial` schedule (rlhfless.spec.schedule), whose steps do not learn from all groups that they
+"""Rules of the `partial` schedule (PartialSpec), whose steps do not learn from all groups that they
 generate. Pure; shared by the live loop and the simulator."""
 
 from __future__ import annotations

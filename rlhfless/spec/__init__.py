@@ -24,13 +24,16 @@ from rlhfless.spec.algorithm import (
 from rlhfless.spec.base import SizesSpec
 from rlhfless.spec.data import (
     DataSpec,
+    DemonstrationsSpec,
     DrawLessSpec,
     DType,
     HeldOutSpec,
     MixtureSetSpec,
     ModelSpec,
     NamedSetSpec,
+    PreferencesSpec,
     PromptsSpec,
+    RunType,
 )
 from rlhfless.spec.evaluation import BestSpec, CheckpointSpec, EvaluationSpec
 from rlhfless.spec.extension import PluginSpec
@@ -50,11 +53,23 @@ from rlhfless.spec.fleet import (
     WeightedSpec,
     WeightsSpec,
 )
-from rlhfless.spec.generation import EngineSpec, GenerationSpec, SpeculationSpec
+from rlhfless.spec.generation import (
+    AsyncSpec,
+    EngineSpec,
+    GenerationSpec,
+    OneStepOffSpec,
+    OwnScheduleSpec,
+    PartialSpec,
+    ScheduleSpec,
+    SpeculationSpec,
+    SyncSpec,
+)
+from rlhfless.spec.keys import LimitsSpec, LoggingSpec
 from rlhfless.spec.learner import (
     AdamWSpec,
     CriticAdamWSpec,
     CriticSpec,
+    DPOSpec,
     LearnerSpec,
     OnFailure,
     ReferenceSpec,
@@ -74,13 +89,4 @@ from rlhfless.spec.rewards import (
     RewardModelSpec,
     RewardSpec,
 )
-from rlhfless.spec.run import LimitsSpec, LoggingSpec, RunSpec
-from rlhfless.spec.schedule import (
-    AsyncSpec,
-    OneStepOffSpec,
-    OwnScheduleSpec,
-    PartialSpec,
-    ScheduleSpec,
-    SyncSpec,
-)
-from rlhfless.spec.supervised import DemonstrationsSpec, DPOSpec, PreferencesSpec, RunType
+from rlhfless.spec.run import RunSpec

@@ -259,3 +259,40 @@ def shadowed(name: str) -> str:
     if is_path(name) or not os.path.lexists(name):
         return ""
     return f"{name!r} is no absolute path, so it is a name of the hub; but the working directory has it, too"
+
+
+RunType = Literal["rlhf", "sft", "reward_model", "dpo"]
+
+DATA: Mapping[RunType, str] = {
+    "rlhf": "prompts",
+    "sft": "demonstrations",
+    "reward_model": "preferences",
+    "dpo": "preferences",
+}
+"""The data section of each run type."""
+
+
+class DemonstrationsSpec(WrittenSpec):
+    """Data of runs of type `sft`: prompts with one written response each."""
+
+    section: ClassVar[str] = "demonstrations"
+
+    response_field: str | None = "response"
+    """Column with the response: a string, or a list of chat messages that starts and ends with the assistant. `null`:
+    `prompt_field` holds a whole conversation that ends with the assistant, which needs `chat_template`."""
+
+    learned_turns: Literal["all", "last"] = "all"
+    """For whole conversations (`response_field: null`): learn all assistant messages, or only the last one."""
+
+
+class PreferencesSpec(WrittenSpec):
+    """Data of runs of type `reward_model` and `dpo`: prompts with a chosen and a rejected response each."""
+
+    section: ClassVar[str] = "preferences"
+
+    chosen_field: str = "chosen"
+    """Column with the better response: a string, a list of chat messages that starts and ends with the assistant, or a
+    whole conversation with the same beginning as the rejected one, which needs no `prompt_field`."""
+
+    rejected_field: str = "rejected"
+    """Column with the other response, in the same form."""

@@ -23,7 +23,6 @@ def evaluated_share(mini_batches: int, epochs: int, old_logprobs: bool) -> float
 class AdamWSpec(SpecModel):
     """The AdamW optimizer (arXiv 1711.05101)."""
 
-    type: Literal["adamw"] = "adamw"
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-6
     """Learning rate: AdamW changes each weight by about this much per optimizer step."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -273,3 +272,14 @@ class ScoringSpec(SpecModel):
     timeout_s: Duration = 300.0
     """Timeout in seconds for scoring one batch of finished groups. Samples not scored by then count as failed. Must be
     below `timeouts.call_s`, so that a hanging reward costs samples instead of stopping the run."""
+
+
+class DPOSpec(SpecModel):
+    """Direct preference optimization (arXiv 2305.18290)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the policy is held close to the reference. The implicit reward of a response is `beta` times the log
+    ratio of policy to reference probability."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Assumed fraction of pairs with swapped labels (conservative DPO, https://ericmitchell.ai/cdpo.pdf)."""

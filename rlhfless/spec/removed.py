@@ -23,6 +23,11 @@ _MOMENTS = (
     "or more `learner.ranks`"
 )
 
+_SANDBOX = (
+    "Leave it out: a test of `type: code` has a folder of 64 MiB and 1,024 files, files of up to 16 MiB, 64 open files "
+    "and 256 KiB of output; `memory_mib`, `cpu_s` and `timeout_s` stay"
+)
+
 _ONE_POOL = "Leave it out: a simulated run has one generation pool; `rlhfless plan` says whether prefill actors pay"
 
 REMOVED: Mapping[str, str] = MappingProxyType(
@@ -51,6 +56,14 @@ REMOVED: Mapping[str, str] = MappingProxyType(
             "Leave it out: digest, read-back and probe check each load; the metric `rollout_logprob_difference` stays"
         ),
         "generation.quantization=int8": "Use `fp8`, which vLLM quantizes as it loads, or `off`",
+        "optimizer.type": "Leave it out: the optimizer is AdamW",
+        "critic.optimizer.type": "Leave it out: the optimizer is AdamW",
+        "logging.jsonl": "Leave it out: metrics.jsonl is always written",
+        "rewards.*.file_mib": _SANDBOX,
+        "rewards.*.folder_mib": _SANDBOX,
+        "rewards.*.folder_files": _SANDBOX,
+        "rewards.*.open_files": _SANDBOX,
+        "rewards.*.output_kib": _SANDBOX,
         "schedule.streaming": "Use `schedule: async` to overlap generation and learning, or `sync` without this key",
         "schedule.type=tail_batching": "Use `schedule: partial`, which resumes long responses in later steps",
         "schedule.type=auto": (

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlhfless.spec.base import MOST_TOKENS, Duration, HubPath, Processes, Tokens, without_user
 from rlhfless.spec.data import DType, require_template_kwargs
 from rlhfless.spec.imports import IMPORT_PATH
-from rlhfless.spec.json_schemas import schema_validator
 from rlhfless.spec.learner import RewardPart
+from rlhfless.util.errors import first_line
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 MOST_MIB = 1 << 20
 """1 TiB."""
@@ -83,24 +87,6 @@ class CodeSpec(RewardPart):
     takes longer on a busy machine."""
     memory_mib: Annotated[int, Field(ge=64, le=MOST_MIB)] = 512
     """Address space limit of one test, in MiB. Python itself takes about 30 MiB."""
-    file_mib: Annotated[int, Field(ge=0, le=MOST_MIB)] = 16
-    """Largest file a test may write, in MiB."""
-    folder_mib: Annotated[int, Field(ge=1, le=MOST_MIB)] = 64
-    """Maximum total size of the files in a test's folder, in MiB. The folder is in memory if the kernel allows it."""
-    folder_files: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Maximum number of files and folders in a test's folder."""
-    open_files: Annotated[int, Field(ge=16, le=65_536)] = 64
-    """Maximum number of files a test may have open."""
-    output_kib: Annotated[int, Field(ge=1, le=MOST_MIB)] = 256
-    """Maximum output of one test, in KiB; a test with a longer output fails. If the expected output is longer than half
-    of this limit, the limit is twice the expected length."""
-
-    @model_validator(mode="after")
-    def _files_fit_in_the_folder(self) -> CodeSpec:
-        if self.file_mib > self.folder_mib:
-            what = f"file_mib ({self.file_mib}) is above folder_mib ({self.folder_mib}), which holds all files"
-            raise ValueError(f"{what}: raise folder_mib, or lower file_mib")
-        return self
 
 
 class JsonSchemaSpec(RewardPart):
@@ -325,3 +311,54 @@ RewardSpec = Annotated[
     Field(discriminator="type"),
 ]
 """A built-in reward or your own Python callable."""
+
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+def schema_validator(schema: Any) -> Validator:
+    """Return a validator of the draft that the schema names. Raises ValueError if it is not a JSON schema, or refers to
+    anything outside itself other than the drafts, which are in memory."""
+    # Imported here, so that specs without such a reward do not wait for the import.
+    import jsonschema
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    try:
+        kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+        kind.check_schema(schema)
+        outside = next(_outside(schema, str(kind.META_SCHEMA["$schema"])), None)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"is no JSON schema: {first_line(error)}") from error
+    except (AttributeError, TypeError, RecursionError) as error:  # in parts the draft's own schema does not check
+        raise ValueError(f"is no JSON schema: {type(error).__name__}: {error}") from error
+    if outside is not None:
+        raise ValueError(f"refers to {outside!r}, which is not in the schema itself; copy it under `$defs`")
+    # The default registry would fetch missing schemas.
+    validator: Validator = kind(schema, registry=Registry())
+    return validator
+
+
+def _outside(schema: Any, draft: str) -> Iterator[str]:
+    """Yield references that lead out of the schema, in all parts that a reference or keyword reaches."""
+    from jsonschema_specifications import REGISTRY
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import specification_with
+
+    specification = specification_with(draft)
+    root = specification.create_resource(schema)
+    left = [(REGISTRY.resolver_with_root(root), root)]
+    seen = set()
+    while left:
+        resolver, part = left.pop()
+        if id(part.contents) in seen or not isinstance(part.contents, Mapping):
+            continue
+        seen.add(id(part.contents))
+        for reference in filter(None, map(part.contents.get, _REFERENCES)):
+            try:
+                resolved = resolver.lookup(reference)
+            except (Unresolvable, ValueError):
+                yield str(reference)
+                continue
+            left.append((resolved.resolver, specification.create_resource(resolved.contents)))
+        left += [(resolver.in_subresource(inner), inner) for inner in part.subresources()]

@@ -24,6 +24,5 @@ def open_sinks(logging: LoggingSpec, folder: Path, run_id: str, *others: MetricS
         from rlhfless.telemetry.tensorboard import TensorBoardSink
 
         sinks.append(TensorBoardSink(folder / "tensorboard"))
-    if logging.jsonl:
-        sinks.append(JsonlSink(folder / "metrics.jsonl"))
+    sinks.append(JsonlSink(folder / "metrics.jsonl"))
     return MetricSinks(sinks)

@@ -30,8 +30,8 @@ from rlhfless.sim.scenarios.work import (
     WorkloadSpec,
 )
 from rlhfless.spec.base import SpecModel
+from rlhfless.spec.generation import IN_TURN, PartialSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.removed import REMOVED_FROM_SCENARIOS
-from rlhfless.spec.schedule import IN_TURN, PartialSpec, ScheduleSpec, SyncSpec
 
 BEST_STATIC = "best_static"
 """The best static fleet in hindsight; not an actual policy."""

@@ -17,7 +17,7 @@ from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.prompts import load_prompts
 from rlhfless.records.rollouts import Example
 from rlhfless.spec import PromptsSpec, RunSpec, SizesSpec
-from rlhfless.spec.supervised import DATA
+from rlhfless.spec.data import DATA
 
 SYSTEM = {"role": "system", "content": "Answer in one line."}
 QUESTIONS = ["What is the capital of France?", "And 12 + 34?", "Thanks! Say hello."]

@@ -15,8 +15,8 @@ from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.prompts import PromptSets
 from rlhfless.records.rollouts import Example
 from rlhfless.spec import RunSpec
+from rlhfless.spec.data import DATA
 from rlhfless.spec.errors import InputError
-from rlhfless.spec.supervised import DATA
 
 CALL = {"id": "123456789", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
 RESULT = {"role": "tool", "content": "20 degrees", "tool_call_id": "123456789"}

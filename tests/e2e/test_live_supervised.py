@@ -29,7 +29,7 @@ from rlhfless.records.traces import read_trace
 from rlhfless.rewards import RewardSample
 from rlhfless.scaling.accounting import check_holdings
 from rlhfless.spec import RewardModelSpec, RunSpec
-from rlhfless.spec.supervised import DATA
+from rlhfless.spec.data import DATA
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
 

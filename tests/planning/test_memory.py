@@ -49,8 +49,8 @@ from rlhfless.scaling.memory import (
     value_phases,
 )
 from rlhfless.spec import CriticSpec, LearnerSpec, RunSpec
-from rlhfless.spec.compare import check_resumable
 from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.load import check_resumable
 
 QWEN_7B = {
     "hidden_size": 3584,

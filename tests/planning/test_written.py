@@ -21,7 +21,7 @@ from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.replay.calibrate import LearningFit
 from rlhfless.sim.replay.latency_file import LineFit
 from rlhfless.spec import RunSpec
-from rlhfless.spec.supervised import DATA
+from rlhfless.spec.data import DATA
 
 KNOWN = Lengths(0.0, 300.0, 0.0, 100.0, "by hand", known=True, rows=640)
 

@@ -15,9 +15,9 @@ from rlhfless.prepare.prompts import PromptSets
 from rlhfless.prepare.rewards import reward_problems
 from rlhfless.prepare.shown_rows import shown_rows
 from rlhfless.spec import RunSpec
-from rlhfless.spec.compare import check_resumable
+from rlhfless.spec.data import DATA
 from rlhfless.spec.errors import InputError
-from rlhfless.spec.supervised import DATA
+from rlhfless.spec.load import check_resumable
 
 POLICY = BY_NAME["qwen2_5"].policy()
 USER, SAID = {"role": "user", "content": "And 12 + 34?"}, {"role": "assistant", "content": "It is 46"}

@@ -15,8 +15,8 @@ from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.model import PolicyModel, TokenizerInfo
 from rlhfless.records.rollouts import Example
 from rlhfless.spec import RunSpec
+from rlhfless.spec.data import DATA
 from rlhfless.spec.errors import InputError
-from rlhfless.spec.supervised import DATA
 
 WORDS = ["<pad>", "<eos>", "<unk>", "user", "assistant", ":", "a", "b", "c", "d"]
 TEMPLATE = (

@@ -55,7 +55,7 @@ def test_whole_numbers_of_any_length():
 
 
 def test_an_output_may_be_as_long_as_the_expected_one():
-    wanted = "\n".join(map(str, range(60_000)))  # longer than output_kib
+    wanted = "\n".join(map(str, range(60_000)))  # longer than OUTPUT_BYTES
     row = of_output("60000", wanted)
     assert value(fenced("print('\\n'.join(map(str, range(int(input())))))"), row) == 1.0
     assert value(fenced("while True: print('x' * 100)"), row) == 0.0

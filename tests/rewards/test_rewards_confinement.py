@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from confinement_probe import MARKER
-from pydantic import ValidationError
 
 from fakes.commands import USER, as_other_user
+from rlhfless.rewards import confinement
 from rlhfless.rewards.code import CodeReward
 from rlhfless.rewards.confinement import (
     CodeEnded,
@@ -174,8 +174,11 @@ for file in files:
 
 @pytest.mark.parametrize("source", [FILL, MANY, UNNAMED])
 @pytest.mark.parametrize("namespaces", [True, False])
-def test_all_files_of_a_folder_count_together(source, namespaces):
-    spec = CodeSpec(type="code", timeout_s=60, cpu_s=20, folder_mib=16, file_mib=4, folder_files=200)
+def test_all_files_of_a_folder_count_together(monkeypatch, source, namespaces):
+    limits = {"FOLDER_BYTES": 16 << 20, "FILE_BYTES": 4 << 20, "FOLDER_FILES": 200}
+    for name, most in limits.items():
+        monkeypatch.setattr(confinement, name, most)
+    spec = CodeSpec(type="code", timeout_s=60, cpu_s=20)
     fits = "import os\nfor i in range(10):\n    open(f'f{i}', 'wb').write(os.urandom(2**20))\nprint('done')"
     measures = Measures(namespaces=namespaces)
     assert run_confined(CodeTask(fits), spec, measures).output == "done\n"
@@ -185,22 +188,18 @@ def test_all_files_of_a_folder_count_together(source, namespaces):
     if namespaces and protection_with(measures).disk:
         assert ended == CodeEnded(b"", "")  # no space left on the device
     elif source == MANY:
-        assert ended == CodeEnded(b"", None, "the test's folder holds more than folder_files (200) files and folders")
+        assert ended == CodeEnded(b"", None, "the test's folder holds more than 200 files and folders")
     else:
-        assert ended == CodeEnded(b"", None, "the test's folder holds more than folder_mib (16 MiB)")
+        assert ended == CodeEnded(b"", None, "the test's folder holds more than 16 MiB")
 
 
-def test_a_folder_that_outgrew_its_limit_within_one_look_is_no_pass():
-    spec = CodeSpec(type="code", timeout_s=60, folder_files=5)
+def test_a_folder_that_outgrew_its_limit_within_one_look_is_no_pass(monkeypatch):
+    monkeypatch.setattr(confinement, "FOLDER_FILES", 5)
+    spec = CodeSpec(type="code", timeout_s=60)
     source = "for i in range(9): open(str(i), 'w')"
     ended = run_confined(CodeTask(source, token="passed"), spec, Measures(namespaces=False))
     assert ended.output is None
-    assert ended.cause == "the test's folder holds more than folder_files (5) files and folders"
-
-
-def test_a_file_larger_than_its_folder_is_refused_in_the_spec():
-    with pytest.raises(ValidationError, match=r"file_mib \(100\) is above folder_mib \(64\).*raise folder_mib"):
-        CodeSpec(type="code", file_mib=100)
+    assert ended.cause == "the test's folder holds more than 5 files and folders"
 
 
 # -- processes
@@ -333,4 +332,4 @@ def test_all_that_is_missing_is_said_in_one_sentence():
         "root's capabilities here: the kernel grants no more (docs/rewards.md, Code)"
     )
     (warning,) = Protection("own", True, True, True, True, False).warnings()
-    assert "can exceed `folder_mib` and `folder_files` for up to 0.05 s before it is ended" in warning
+    assert "can fill its folder beyond 64 MiB or 1,024 files for up to 0.05 s before it is ended" in warning

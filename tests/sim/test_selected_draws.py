@@ -36,7 +36,7 @@ from rlhfless.sim.selection import as_begun, steps_of
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import LOOKS, Simulation
 from rlhfless.spec import PartialSpec, SyncSpec
-from rlhfless.spec.schedule import ScheduleSpec
+from rlhfless.spec.generation import ScheduleSpec
 
 APART = [{"name": "static_disaggregated"}]
 

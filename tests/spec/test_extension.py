@@ -12,10 +12,9 @@ from pydantic import TypeAdapter
 
 from rlhfless.spec import GRPOSpec, OwnAlgorithmSpec, PluginSpec
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.compare import check_resumable, differences
 from rlhfless.spec.errors import InputError, SpecError
 from rlhfless.spec.extension import PluginField, make
-from rlhfless.spec.load import json_schema, load_spec, resolved_yaml
+from rlhfless.spec.load import check_resumable, differences, json_schema, load_spec, resolved_yaml
 
 MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\n"
 

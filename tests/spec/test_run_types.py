@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rlhfless.spec import RunSpec
 from rlhfless.spec.explain import explain
 from rlhfless.spec.load import load_spec, resolved_yaml
-from rlhfless.spec.supervised import ABSENT, DATA
+from rlhfless.spec.run import ABSENT, DATA
 
 TYPES = [name for name in DATA if name != "rlhf"]
 

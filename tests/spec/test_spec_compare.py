@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlhfless.spec import CriticSpec, RunSpec
-from rlhfless.spec.compare import MAY_DIFFER, check_resumable, differences
 from rlhfless.spec.errors import InputError
+from rlhfless.spec.load import MAY_DIFFER, check_resumable, differences
 
 VALUES: dict[str, Any] = {
     "model": {"path": "m"},

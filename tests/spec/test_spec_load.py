@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from rlhfless.sim.scenarios import Scenario
 from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, RunSpec
+from rlhfless.spec.data import DATA
 from rlhfless.spec.document import dump, parse
 from rlhfless.spec.errors import SpecError
 from rlhfless.spec.explain import keys
 from rlhfless.spec.load import json_schema, load_spec, resolved_yaml
 from rlhfless.spec.removed import NAMES, removed_problems
-from rlhfless.spec.supervised import DATA
 
 MINIMAL = """\
 model:
@@ -209,10 +209,13 @@ def test_a_removed_value_of_an_override_names_the_way_out(fault, override, where
             "`schedule: partial`",
         ),
         ("schedule: auto", "schedule (line 7): 'auto' was removed", "`rlhfless plan`"),
+        ("optimizer: {type: adamw}", "optimizer.type (line 7): was removed", "the optimizer is AdamW"),
+        ("logging: {jsonl: false}", "logging.jsonl (line 7): was removed", "metrics.jsonl is always written"),
+        ("rewards: [{type: code, file_mib: 1}]", "rewards.0.file_mib (line 7): was removed", "files of up to 16 MiB"),
         ("schedule: {type: auto, least_saving: 0.1}", "schedule.type (line 7): 'auto' was removed", "Name one"),
     ],
 )
-def test_a_removed_schedule_names_the_way_out(fault, lines, problem, hint):
+def test_a_removed_key_names_the_way_out(fault, lines, problem, hint):
     message = fault(f"{MINIMAL}{lines}")
     assert problem in message
     assert hint in message

@@ -189,7 +189,7 @@ def test_closing_frees_the_port(port: int) -> None:
 
 def test_the_spec_says_which_sinks_there_are(tmp_path: Path, port: int) -> None:
     other = Remember()
-    spec = LoggingSpec(jsonl=True, tensorboard=True, metrics_port=port)
+    spec = LoggingSpec(tensorboard=True, metrics_port=port)
     sinks = open_sinks(spec, tmp_path, "demo-1", other)
     sinks.emit(1, VALUES)
     assert scrape(port)["rlhfless_reward_mean"] == 0.5

@@ -18,7 +18,7 @@ from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, Status
 from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.run_files import trace_of
-from rlhfless.spec.supervised import DATA
+from rlhfless.spec.data import DATA
 
 log = logging.getLogger(__name__)
 
