@@ -79,6 +79,9 @@ REMOVED_FROM_SCENARIOS: Mapping[str, str] = MappingProxyType(
     | {
         "policies.*.placement.learner_elsewhere": REMOVED["placement.learner_elsewhere"],
         "learner.min_devices": "Leave it out: a simulated learner keeps its devices",
+        "engine.latency.type=engine": (
+            "Use `kernels` or `roofline`, or `fitted` with a file of `rlhfless simulate --calibrate`"
+        ),
         "beat_s": "Use its new name, `heartbeat_s`",
         "placement.prefill_actors": _ONE_POOL,
         "policies.*.placement.prefill_actors": _ONE_POOL,

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhfless.scaling.latency.attention import UnknownShape
-from rlhfless.scaling.latency.engines import EngineName
 from rlhfless.scaling.latency.known_models import BUILT_IN
 from rlhfless.scaling.latency.roofline import RUNTIME_S
 from rlhfless.scaling.latency.shape import ModelShape
@@ -56,19 +55,6 @@ class KernelsLatency(SpecModel):
     type: Literal["kernels"] = "kernels"
 
 
-class EngineLatency(SpecModel):
-    """Latency of an engine, scaled to its published serving runs. Uses its kernel tables if aiconfigurator-core is
-    installed and has them; otherwise the devices' data sheets."""
-
-    type: Literal["engine"] = "engine"
-
-    engine: EngineName
-    """The engine."""
-
-    measured: Annotated[float, Field(gt=0)] = 1.0
-    """Your own measured time, as a multiple of the published runs."""
-
-
 class FittedLatency(SpecModel):
     """Latency from a file written by `rlhfless simulate --calibrate`."""
 
@@ -78,7 +64,7 @@ class FittedLatency(SpecModel):
     """Path of the file."""
 
 
-LatencySpec = Annotated[RooflineLatency | KernelsLatency | EngineLatency | FittedLatency, Field(discriminator="type")]
+LatencySpec = Annotated[RooflineLatency | KernelsLatency | FittedLatency, Field(discriminator="type")]
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -10,7 +10,6 @@ from rlhfless.scaling.fleet_constants import TurnTimes, engine_turns, state_turn
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import DeviceSheet
-from rlhfless.scaling.latency.engines import load_engines, served
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.kernel_tables import NoTables, tables_folder
 from rlhfless.scaling.latency.roofline import Roofline
@@ -18,7 +17,7 @@ from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.speculating import Speculating
 from rlhfless.sim.replay.latency_file import LatencyFile, load_latency
 from rlhfless.sim.scenarios.cluster import MeasuredTimes
-from rlhfless.sim.scenarios.model import EngineLatency, FittedLatency, KernelsLatency
+from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import LearnerTimingSpec
 from rlhfless.spec.errors import InputError, Problem
@@ -96,8 +95,6 @@ def engine_model(scenario: Scenario, kind: str) -> EngineModel:
     latency, runtime_s = scenario.engine.latency, scenario.engine.runtime_s
     if isinstance(latency, FittedLatency):
         runtime_s = 0.0
-    elif isinstance(latency, EngineLatency):  # includes a server's overhead; a run adds the same excess as with vLLM
-        runtime_s = max(runtime_s - load_engines()["vllm"].fit(kind, "roofline").fixed_s, 0.0)
     packed, drafts = Packed.of(_engine_model(scenario, kind), runtime_s), scenario.engine.speculation
     if drafts is None:
         return packed
@@ -117,12 +114,8 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
     if isinstance(engine.latency, FittedLatency):
         return load_latency(engine.latency.path).engine
     if not isinstance(engine.latency, KernelsLatency):
-        sheet, devices = scenario.cluster.sheet(kind), (engine.tensor_parallel, engine.data_parallel)
         try:
-            if isinstance(engine.latency, EngineLatency):
-                model = served(engine.latency.engine, shape, sheet, *devices)
-                return model.times(engine.latency.measured)
-            return Roofline(shape, sheet, *devices)
+            return Roofline(shape, scenario.cluster.sheet(kind), engine.tensor_parallel, engine.data_parallel)
         except UnknownShape as error:
             raise InputError(scenario.name, [Problem("engine.product_bits", str(error), "take 16")]) from error
     try:

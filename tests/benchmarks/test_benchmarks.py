@@ -69,14 +69,6 @@ PURE = (
     ),
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
     Smoke(
-        "serving",
-        (
-            r"kernels: \d+ of \d+ runs on one node",
-            rf"\| vllm \| any \| \d+ \| {NUMBER}%",
-            r"pairs that differ in the kind: \d+ of",
-        ),
-    ),
-    Smoke(
         "simulator", (r"[\d,]+ responses/s: \d+ in", r"static +\d+ s of processor", r"cost_aware +\d+ s of processor")
     ),
 )

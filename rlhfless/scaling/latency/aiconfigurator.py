@@ -54,13 +54,11 @@ class MeasuredKernels:
     """Ranks; experts are spread over all of their devices."""
 
     @classmethod
-    def of(
-        cls, shape: ModelShape, kind: str, devices: tuple[int, int], folder: Path, engine: str = "vllm"
-    ) -> MeasuredKernels:
+    def of(cls, shape: ModelShape, kind: str, devices: tuple[int, int], folder: Path) -> MeasuredKernels:
         """Return the model. `devices` are the tensor and data parallel sizes. Raises NoTables for a missing kernel."""
         if shape.linear:
             raise NoTables("no table has the kernels of linear attention")
-        model = cls(shape, Tables(folder, kind, engine), *devices)
+        model = cls(shape, Tables(folder, kind), *devices)
         model.prefill_s(1)
         model.iteration_s(1)
         return model

@@ -1,4 +1,4 @@
-"""Measured kernel times by device and engine: the tables of aiconfigurator-core, an optional extra. Pure.
+"""Measured kernel times by device: the tables of aiconfigurator-core, an optional extra. Pure.
 
 For each device, engine and version, the package ships measured kernel times: matrix products by their three sizes,
 attention by heads and context, experts by tokens, all-reduces by message size. Only these Parquet files are read; none
@@ -43,9 +43,6 @@ SYSTEMS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The package's names of device kinds."""
-
-FOLDERS: Mapping[str, str] = MappingProxyType({"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm"})
-"""The package's names of engines."""
 
 # Tables of older versions have neither a column for windows nor windows.
 _NEWER_COLUMNS = frozenset({"window_size"})
@@ -112,20 +109,16 @@ def tables_folder() -> Path:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of one engine on one kind of device."""
+    """vLLM's tables on one kind of device."""
 
     folder: Path
     """`tables_folder()`."""
     kind: str
     """A key of SYSTEMS."""
-    engine: str
-    """A key of FOLDERS."""
 
     def __post_init__(self) -> None:
         if self.kind not in SYSTEMS:
             raise NoTables(f"no tables of {self.kind!r}; {nearest(self.kind, SYSTEMS)}There are {', '.join(SYSTEMS)}")
-        if self.engine not in FOLDERS:
-            raise NoTables(f"no tables of {self.engine!r}; there are those of {', '.join(FOLDERS)}")
 
     def grid(self, family: str, name: str, wanted: Mapping[str, Any], axes: Sequence[str]) -> Grid:
         """Return the seconds over `axes`, from the newest table with matching rows. Raises NoTables."""
@@ -140,12 +133,12 @@ class Tables:
         found = next(filter(None, (_rows(path, tuple(wanted.items())) for path in self._files(family, name))), None)
         if found is None:
             sizes = ", ".join(f"{key} {value}" for key, value in wanted.items())
-            raise NoTables(f"no table {name} of {self.kind} for {self.engine} has {sizes}; take a roofline")
+            raise NoTables(f"no table {name} of {self.kind} has {sizes}; take a roofline")
         return found
 
     def _files(self, family: str, name: str) -> Iterator[Path]:
         """Yield the files, newest version first."""
-        files = (self.folder / SYSTEMS[self.kind] / family / FOLDERS[self.engine]).glob(f"*/{name}.parquet")
+        files = (self.folder / SYSTEMS[self.kind] / family / "vllm").glob(f"*/{name}.parquet")
         yield from sorted(files, key=lambda path: _version(path.parent.name), reverse=True)
 
 
