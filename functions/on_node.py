@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from rlhfless.scaling.accelerators import NODE_LABEL
+from rlhfless.scaling.latency.devices import NODE_LABEL
 
 
 def on_node(node: str, work: Callable[..., object], *arguments: object) -> Any:

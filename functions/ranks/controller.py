@@ -31,7 +31,7 @@ from rlhfless.functions.base import (
     admitted,
 )
 from rlhfless.records import FloatArray, SleepTier, Slept
-from rlhfless.scaling.accelerators import NODE_LABEL
+from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.util.errors import UserError, class_and_line, first_line
 
 GRACE_S = 10.0

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths import Forecast, LengthPredictor
-from rlhfless.scaling.lengths.quality import pinball, spearman
-from rlhfless.scaling.lengths.recorded import max_tokens_of, samples_at, steps_of
+from rlhfless.scaling.lengths.recorded import max_tokens_of, pinball, samples_at, spearman, steps_of
 
 Floats = npt.NDArray[np.float64]
 

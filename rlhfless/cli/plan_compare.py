@@ -25,7 +25,7 @@ from rlhfless.planning.host_memory import chart_shared_memory
 from rlhfless.planning.objects import ComparedDevices, ComparisonObject
 from rlhfless.planning.resolve import question_of
 from rlhfless.planning.run_plan import Planner
-from rlhfless.scaling.accelerators import types_of
+from rlhfless.scaling.latency.devices import types_of
 from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import NODE_DEVICES
 from rlhfless.spec import RunSpec

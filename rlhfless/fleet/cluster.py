@@ -31,7 +31,7 @@ from rlhfless.fleet import private_ray, ray_session
 from rlhfless.fleet.nodes import ambiguous, nodes_of
 from rlhfless.functions.on_node import on_node
 from rlhfless.prepare.machine import first_gpu_bytes
-from rlhfless.scaling.accelerators import NODE_LABEL
+from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.scaling.placement import Node
 from rlhfless.spec import PlacementSpec
 from rlhfless.util.clock import monotonic_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rlhfless.scaling.accelerators import AMBIGUOUS, TYPE_LABEL, UnknownAccelerator, kind_of, types_of
+from rlhfless.scaling.latency.devices import AMBIGUOUS, TYPE_LABEL, UnknownAccelerator, kind_of, types_of
 from rlhfless.scaling.placement import DeviceGroup, Node
 
 

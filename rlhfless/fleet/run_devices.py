@@ -34,7 +34,7 @@ from rlhfless.fleet.reservations import (
     reservation_manager,
 )
 from rlhfless.functions.base import Call, StaleCall
-from rlhfless.scaling.accelerators import NODE_LABEL
+from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
 from rlhfless.scaling.prices import Acquired, fitting
 from rlhfless.spec import RunSpec

@@ -34,8 +34,8 @@ from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
+from rlhfless.scaling.assignment import pieces
 from rlhfless.scaling.policy import UNASSIGNED, Event, Generated, Heartbeat, Lost, Serving
-from rlhfless.scaling.prefill import pieces
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.host import BusyCores

@@ -21,10 +21,10 @@ from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.records import Decision, FunctionRole, Invocation, StartPhase
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.assignment import PolicyFault
-from rlhfless.scaling.engine_speeds import EngineSpeeds
 from rlhfless.scaling.fleet_constants import MOVE_S, load_s
+from rlhfless.scaling.latency.fitted import EngineSpeeds
+from rlhfless.scaling.latency.roofline import START_S, start_phases
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.latency.startup import START_S, start_phases
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
 from rlhfless.scaling.prices import PriceBook, Rate, RentalTerms, mean_phases

@@ -23,7 +23,7 @@ from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS, to_precompute
 from rlhfless.records import Work
-from rlhfless.scaling.engine_speeds import EngineSpeeds
+from rlhfless.scaling.latency.fitted import EngineSpeeds
 
 log = logging.getLogger(__name__)
 

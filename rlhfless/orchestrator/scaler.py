@@ -23,8 +23,8 @@ from rlhfless.orchestrator.prompt_kv import PrefillActors
 from rlhfless.planning.preflight import Prepared
 from rlhfless.records import Decision, FunctionRole, ReplicaState, StepRecord, Work
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.engine_speeds import EngineSpeeds
-from rlhfless.scaling.latency.startup import START_S
+from rlhfless.scaling.latency.fitted import EngineSpeeds
+from rlhfless.scaling.latency.roofline import START_S
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.policies.contract import CheapestUnderDeadline, RunContract, contract_for_step
 from rlhfless.scaling.policies.cost_aware import CostAware

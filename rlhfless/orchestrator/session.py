@@ -48,7 +48,6 @@ from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_mach
 from rlhfless.scaling.function_specs import name_of, place_run, publisher_of
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import PriceBook, load_price_book
-from rlhfless.scaling.quantization import quantization_problems
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import SPEC_FILE, resolved_yaml
@@ -129,11 +128,7 @@ async def _on_cluster(session: Session, cluster: Cluster) -> Prepared:
     """
     spec, prepared = session.spec, session.prepared
     resolved = resolve(spec, await cluster.nodes(spec.placement.kind), prepared.max_model_len)
-    problems = [
-        *quantization_problems(resolved.spec, resolved.devices.kind, prepared.shape),
-        *resolved.problems(),
-    ]
-    if problems:
+    if problems := resolved.problems(prepared.shape):
         raise InputError("the run cannot start on this cluster", problems)
     (session.folder / SPEC_FILE).write_text(resolved_yaml(resolved.spec), "utf-8")
     return prepared.on(resolved)

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rlhfless.planning.resolve import why_not
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.quantization import why_not
 from rlhfless.spec import RunSpec
 from rlhfless.spec.algorithm import PolicyLossSpec
 from rlhfless.spec.base import SpecModel

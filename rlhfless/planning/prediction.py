@@ -25,7 +25,7 @@ from rlhfless.planning.objects import PlannedCost
 from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import Interval, length, union
-from rlhfless.scaling.latency.speculating import per_pass
+from rlhfless.scaling.engine_model import per_pass
 from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import NO_HEARTBEATS_S, compare

@@ -36,7 +36,6 @@ from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import stored_versions, version_bytes
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import OWN_DEVICES, load_price_book
-from rlhfless.scaling.quantization import quantization_problems
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
@@ -200,8 +199,8 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
         return []
     # Imported lazily because it imports torch, which would delay earlier errors.
     from rlhfless.prepare.machine import local_node
-    from rlhfless.scaling.accelerators import UnknownAccelerator
     from rlhfless.scaling.function_specs import place_run
+    from rlhfless.scaling.latency.devices import UnknownAccelerator
     from rlhfless.scaling.placement import PlacementError
 
     try:
@@ -216,8 +215,7 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
 def _memory_problems(resolved: ResolvedRun, shape: ModelShape | None) -> list[Problem]:
     spec, kind = resolved.spec, resolved.devices.kind
     problems = [
-        *quantization_problems(spec, kind, shape),
-        *resolved.problems(),
+        *resolved.problems(shape),
         *(capacity_problems(spec, host_memory_bytes()) if kind == CPU_KIND else ()),
     ]
     if problems or shape is None:

@@ -24,10 +24,11 @@ from rlhfless.planning.placement_search import (
     with_fewest_actors,
 )
 from rlhfless.planning.suggestions import nearest_change
-from rlhfless.scaling.latency.devices import UnknownDevice, device_of
+from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import version_bytes
 from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError
-from rlhfless.spec import RunSpec
+from rlhfless.spec import DType, RunSpec
 from rlhfless.spec.data import is_path
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.load import differences
@@ -104,13 +105,15 @@ class ResolvedRun:
     """None without sizes, and with too few devices for a placement, which preflight reports."""
     decided: tuple[Decided, ...]
 
-    def problems(self) -> list[Problem]:
+    def problems(self, shape: ModelShape | None) -> list[Problem]:
         """Return why the run cannot start on its devices: refused settings and insufficient memory.
 
-        On CPU cores, whose memory other programs share, and for unknown sizes, memory is never a reason.
+        `shape` is that of the loaded model. On CPU cores, whose memory other programs share, and for unknown sizes,
+        memory is never a reason.
         """
-        problems = device_problems(self.spec, self.devices.kind)
-        if self.asked is None or self.memory is None or self.memory.fits or on_cores(self.spec, self.devices.kind):
+        kind = self.devices.kind
+        problems = [*quantization_problems(self.spec, kind, shape), *device_problems(self.spec, kind)]
+        if self.asked is None or self.memory is None or self.memory.fits or on_cores(self.spec, kind):
             return problems
         change = nearest_change(self.asked)
         hint = f"it fits with {change.text}" if change else "see docs/sizing.md"
@@ -307,6 +310,38 @@ def _format_problems(spec: RunSpec, kind: str) -> list[Problem]:
         for key, of in kinds.items()
         if of != CPU_KIND and getattr(spec, key.partition(".")[0]).dtype == "float32"
     ]
+
+
+def why_not(kind: str, dtype: DType, shape: ModelShape | None) -> tuple[str, str] | None:
+    """Return the reason that vLLM cannot generate in fp8 on devices of a kind, and a hint; None if it can.
+
+    `shape` is None for a model of unknown size.
+    """
+    if shape is not None and shape.experts:
+        return (
+            "the model has experts, and neither what an engine has of experts in 8 bits nor what it computes with them "
+            "could be checked after a load",
+            "set it to off",
+        )
+    if kind == CPU_KIND:
+        return None
+    if dtype == "float32":
+        return f"model.dtype is float32, and the kernels of {kind} for 8 bits give 16", "set model.dtype to bfloat16"
+    sheet = load_devices().get(kind)
+    if sheet is not None and sheet.fp8_flops_per_s is None:
+        return f"{kind} has no products of 8 bit floats", "set it to off"
+    return None
+
+
+def quantization_problems(spec: RunSpec, kind: str, shape: ModelShape | None) -> list[Problem]:
+    """Return the reasons that a run cannot generate in its format on devices of a kind."""
+    quantization = spec.generation.quantization
+    if spec.supervised or quantization == "off":
+        return []
+    refused = why_not(kind, spec.model.dtype, shape)
+    return (
+        [] if refused is None else [Problem("generation.quantization", f"{quantization}, but {refused[0]}", refused[1])]
+    )
 
 
 def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhfless.prepare.model import PolicyModel, read_config
 from rlhfless.records.checkpoints import CheckpointError, is_url
-from rlhfless.scaling.accelerators import kind_of, type_of
+from rlhfless.scaling.latency.devices import kind_of, type_of
 from rlhfless.scaling.memory import CPU_KV_GIB, GIB, kept_bytes, version_bytes
 from rlhfless.scaling.placement import Node
 from rlhfless.spec import RunSpec

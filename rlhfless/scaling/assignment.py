@@ -32,7 +32,7 @@ no actor and none is starting, the samples are a loss of the fleet and not a fau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,3 +147,30 @@ class Assignment:
         if np.count_nonzero(chosen) < samples.size:
             raise PolicyFault("an action names a sample twice; name each once")
         return samples
+
+
+PIECES = 8
+"""Number of pieces in which prompts are handed over: generation starts with the first. Each piece is a call of two
+actors."""
+
+
+def pieces(prompts: Sequence[Hashable], tokens: Sequence[int], most_tokens: int) -> list[list[int]]:
+    """Return the sample numbers of each piece of prompts, from each sample's prompt [samples] and its tokens [samples].
+
+    There are at least PIECES pieces if there are enough prompts. No piece exceeds `most_tokens` unless it is a single
+    prompt. The samples of a prompt stay together.
+    """
+    by_prompt: dict[Hashable, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt, []).append(number)
+    sizes = {prompt: tokens[numbers[0]] for prompt, numbers in by_prompt.items()}
+    limit = min(most_tokens, -(-sum(sizes.values()) // PIECES))
+    parts: list[list[int]] = []
+    left = 0
+    for prompt, numbers in by_prompt.items():
+        if not parts or sizes[prompt] > left:
+            parts.append([])
+            left = limit
+        parts[-1] += numbers
+        left -= sizes[prompt]
+    return parts

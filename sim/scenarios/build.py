@@ -12,7 +12,7 @@ from rlhfless.prefixes.packing import ON_CPUS, Packing
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.fleet_constants import MOVE_S
-from rlhfless.scaling.latency.startup import start_s
+from rlhfless.scaling.latency.roofline import start_s
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import (
     SECONDS_PER_HOUR,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlhfless.records import FunctionName
-from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.engine_model import EngineModel, Speculating
 from rlhfless.scaling.fleet_constants import TurnTimes, engine_turns, state_turns
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels
 from rlhfless.scaling.latency.attention import UnknownShape
@@ -14,7 +14,6 @@ from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.kernel_tables import NoTables, tables_folder
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.latency.speculating import Speculating
 from rlhfless.sim.replay.latency_file import LatencyFile, load_latency
 from rlhfless.sim.scenarios.cluster import MeasuredTimes
 from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency

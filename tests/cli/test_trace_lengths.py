@@ -16,8 +16,7 @@ from rlhfless.records import FinishReason, Rollout, Score
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
 from rlhfless.scaling.lengths import QUANTILE_LEVELS
-from rlhfless.scaling.lengths.quality import pinball, spearman
-from rlhfless.scaling.lengths.recorded import samples_at
+from rlhfless.scaling.lengths.recorded import pinball, samples_at, spearman
 
 MAX_TOKENS = 512
 META = TraceMeta("known", 1, {}, {"generation": {"max_tokens": MAX_TOKENS}}, {})

@@ -11,8 +11,8 @@ from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.live_fleet import LiveFleet
 from rlhfless.records import Decision, FunctionName
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
-from rlhfless.scaling.engine_speeds import EngineSpeeds
 from rlhfless.scaling.function_specs import Bounds
+from rlhfless.scaling.latency.fitted import EngineSpeeds
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.spec import RunSpec

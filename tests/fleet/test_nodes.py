@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhfless.fleet.nodes import ambiguous, nodes_of, selector, shortage
-from rlhfless.scaling.accelerators import UnknownAccelerator
+from rlhfless.scaling.latency.devices import UnknownAccelerator
 from rlhfless.scaling.placement import Device, DeviceGroup, Node
 
 TYPE = "ray.io/accelerator-type"

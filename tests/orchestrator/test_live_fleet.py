@@ -18,8 +18,8 @@ from rlhfless.orchestrator.live_fleet import EngineStarts
 from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.function_specs import Bounds
+from rlhfless.scaling.latency.roofline import START_S
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import Acquired
 from rlhfless.spec import RunSpec

@@ -15,10 +15,9 @@ from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
 from rlhfless.orchestrator.prompt_kv import Offers, PrefillActors
 from rlhfless.records import FunctionName, WeightVersion
-from rlhfless.scaling.engine_speeds import EngineSpeeds
+from rlhfless.scaling.assignment import PIECES, pieces
 from rlhfless.scaling.function_specs import Bounds
-from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.scaling.prefill import PIECES, pieces
+from rlhfless.scaling.latency.fitted import EngineSpeeds, LinearEngine
 
 V2 = WeightVersion("run", 1, 2, "d")
 LONG, OTHER = tuple(range(640)), tuple(range(1000, 1640))

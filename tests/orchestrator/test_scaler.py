@@ -22,7 +22,7 @@ from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.orchestrator.scaler import Scaler, StepDue, policy_of
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
-from rlhfless.scaling.engine_speeds import EngineSpeeds
+from rlhfless.scaling.latency.fitted import EngineSpeeds
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.scaling.accelerators import UnknownAccelerator, kind_of, type_of, types_of
+from rlhfless.scaling.latency.devices import UnknownAccelerator, kind_of, type_of, types_of
 from rlhfless.scaling.prices import load_price_book
 
 BOOK = load_price_book().kinds

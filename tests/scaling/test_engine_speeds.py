@@ -7,9 +7,8 @@ import pytest
 from fakes.builders import TOKENS, timed
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.records.traces import Trace, TraceMeta
-from rlhfless.scaling.engine_speeds import STEPS_REPLAYED, EngineSpeeds, prior_of
 from rlhfless.scaling.latency.devices import load_devices
-from rlhfless.scaling.latency.fitted import LatencyFit
+from rlhfless.scaling.latency.fitted import STEPS_REPLAYED, EngineSpeeds, LatencyFit, prior_of
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 

@@ -11,8 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from rlhfless.records import FunctionName, Holding, ReplicaState
-from rlhfless.scaling.accelerators import kind_of
-from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
+from rlhfless.scaling.latency.devices import DeviceSheet, device_of, kind_of, load_devices
 from rlhfless.scaling.placement import CPU_KIND, Device, DeviceGroup, Node
 from rlhfless.scaling.prices import (
     OWN_DEVICES,

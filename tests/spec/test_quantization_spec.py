@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rlhfless.planning.resolve import quantization_problems
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.quantization import quantization_problems
 from rlhfless.spec import RunSpec
 
 SMALL: dict[str, Any] = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}

@@ -29,7 +29,7 @@ Deterministic: the same steps give the same forecasts, so a resumed run learns i
 (rlhfless.orchestrator.prompt_selection).
 """
 
-from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, StepSamples
+from rlhfless.scaling.lengths.levels import QUANTILE_LEVELS, Forecast, StepSamples
 from rlhfless.scaling.lengths.predictor import LengthPredictor
 
 __all__ = ["QUANTILE_LEVELS", "Forecast", "LengthPredictor", "StepSamples"]

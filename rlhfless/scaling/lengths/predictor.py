@@ -7,8 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, BoolArray, Forecast, StepSamples
-from rlhfless.scaling.lengths.levels import Levels, evidence_of, moments, quantiles_beyond, update
+from rlhfless.scaling.lengths.levels import (
+    QUANTILE_LEVELS,
+    BoolArray,
+    Forecast,
+    Levels,
+    StepSamples,
+    evidence_of,
+    moments,
+    quantiles_beyond,
+    update,
+)
 
 STEPS_KEPT = 0.9
 """Weight of all earlier steps at each new one: a memory of about ten steps, some thousands of samples."""

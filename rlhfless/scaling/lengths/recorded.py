@@ -1,4 +1,4 @@
-"""The samples of a recorded run, step by step."""
+"""The samples of a recorded run, step by step, and the quality of forecasts for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from rlhfless.records import FinishReason
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.lengths.forecast import StepSamples
+from rlhfless.scaling.lengths.levels import QUANTILE_LEVELS, Array, StepSamples
 
 Rollouts = Sequence[TracedRollout]
 
@@ -45,3 +45,21 @@ def max_tokens_of(trace: Trace) -> int:
             f"the spec in the trace of {trace.meta.run_id} has no generation.max_tokens, without which a "
             "truncated response cannot be told; restore meta.json from a copy of the run"
         ) from error
+
+
+def pinball(quantiles: Array, real: Array) -> Array:
+    """Return the pinball loss [samples, Q] of quantiles [samples, Q] at QUANTILE_LEVELS, given `real` [samples]."""
+    above = real[:, None] - quantiles
+    return np.maximum(QUANTILE_LEVELS * above, (QUANTILE_LEVELS - 1) * above)
+
+
+def spearman(first: Array, second: Array) -> float | None:
+    """Return Spearman's rank correlation, with ties at their mean rank, or None if either is constant."""
+    one, two = _ranks(first), _ranks(second)
+    spread = float(np.sqrt(one.var() * two.var()))
+    return float(((one - one.mean()) * (two - two.mean())).mean()) / spread if spread > 0 else None
+
+
+def _ranks(values: Array) -> Array:
+    _, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(count) - (count - 1) / 2)[inverse])

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import DeviceSheet, UnknownDevice, device_of, load_devices
-from rlhfless.scaling.latency.roofline import BETWEEN_NODES_S, Roofline
+from rlhfless.scaling.latency.roofline import BETWEEN_NODES_S, Roofline, start_s, weight_load_s
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.latency.startup import start_s, weight_load_s
 
 LLAMA_8B = {
     "num_hidden_layers": 32,

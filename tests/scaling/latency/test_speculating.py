@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.engine_model import Speculating, decode_s, per_pass
 from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.scaling.latency.speculating import Speculating, per_pass
 from rlhfless.scaling.policies.cost_aware.group_times import fit_iteration_times
 
 ENGINE = LinearEngine(fixed_s=0.010, sequence_s=0.0005, context_s=2e-7, prefill_token_s=1e-5, prefill_context_s=0.0)

@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor, StepSamples
-from rlhfless.scaling.lengths.forecast import mean_weights, runs
-from rlhfless.scaling.lengths.levels import Evidence, Levels, inverse_mills, moments, quantiles_beyond, update
+from rlhfless.scaling.lengths.levels import (
+    Evidence,
+    Levels,
+    inverse_mills,
+    mean_weights,
+    moments,
+    quantiles_beyond,
+    runs,
+    update,
+)
 
 NORMAL = NormalDist()
 MEDIAN = QUANTILE_LEVELS.tolist().index(0.5)

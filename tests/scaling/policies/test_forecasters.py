@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fakes.views import UP, fleet_of, replica_slot, view_of
-from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
+from rlhfless.scaling.lengths.levels import QUANTILE_LEVELS
 from rlhfless.scaling.policies.cost_aware.forecasts import PredictedLengths, RemainingLengths, even_ranks
 from rlhfless.scaling.policy import StepView
 from rlhfless.sim.experiment.run import Clairvoyant

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor, StepSamples
-from rlhfless.scaling.lengths.forecast import mean_weights
+from rlhfless.scaling.lengths.levels import mean_weights
 from rlhfless.scaling.policies.cost_aware.group_times import Floats, Responses, responses
 from rlhfless.scaling.policies.fleet import samples_by_prompt
 from rlhfless.scaling.policy import Ints, StepView

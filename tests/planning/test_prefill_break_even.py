@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhfless.planning.prefill import AlikeEngines, StepShape, apart_s, compare, drawn_s, one_pool_s
 from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.scaling.prefill import AlikeEngines, StepShape, apart_s, compare, drawn_s, one_pool_s
 
 FLAT = AlikeEngines(LinearEngine(1.0, 0.0, 0.0, 0.01, 0.0), 2, 1000, kv_token_s=0.0, move_s=0.0)
 """An iteration takes 1 s whatever is in it, and a prompt token 0.01 s."""
