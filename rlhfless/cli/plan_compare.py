@@ -72,7 +72,7 @@ def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int |
     show = estimates.progress if asked.devices else None  # a search does not know how many choices it will try
     tried = compare.compared(planner, asked.devices, dimensions, os.cpu_count() or 1, show)
     limit = asked.limit or (None if asked.devices else compare.LIMIT)
-    found = compare.as_json(planner, tried, predict=compare.again(planner), limit=limit)
+    found = compare.as_json(planner, tried, limit=limit)
     answer = ComparisonObject.model_validate(found)
     if as_json:
         typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))
@@ -166,8 +166,7 @@ def comparison_lines(compared: ComparisonObject) -> RenderableType:
 
 
 def verdict(compared: ComparisonObject) -> str:
-    """The row to take under the run's contract, which orders them, and what others would change; empty if none can
-    run."""
+    """The row to take under the run's contract, which orders them; empty if none can run."""
     rows = [(number, row) for number, row in enumerate(compared.rows, start=1) if row.predicted and not row.no_engine]
     if not rows:
         return ""
@@ -182,8 +181,7 @@ def verdict(compared: ComparisonObject) -> str:
             continue
         times, cost = row.predicted.wall_s / time_s, row.predicted.cost_usd / usd if usd else 1.0
         text += f" The {what}, row {other}, takes {times:.2f} times as long at {cost:.2f} times the cost."
-    changed = [each.change for each in compared.sensitivity if not each.stays]
-    return text + (f" Another row is the fastest or the cheapest with {' or '.join(changed)}." if changed else "")
+    return text
 
 
 def _devices(row: ComparedDevices) -> str:
@@ -204,10 +202,6 @@ def _notes(compared: ComparisonObject) -> Iterator[str]:
     yield "* no other is both faster and cheaper; kWh of a step, at most"
     if any(row.no_engine for row in compared.rows):
         yield "(plan only) no run can be started so; --json says why"
-    for each in compared.sensitivity:
-        ends = f"fastest row {each.fastest}, cheapest row {each.cheapest}"
-        unknown = f"; not known for {', '.join(each.unknown)}" if each.unknown else ""
-        yield f"{each.change}: {ends}{' as above' if each.stays else ''}{unknown}"
     left = [row for row in compared.rows if row.predicted is None]
     if left:
         yield f"without a prediction are {len(left)} of {len(compared.rows)}:"
