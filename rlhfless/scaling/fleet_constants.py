@@ -106,10 +106,6 @@ class TurnTimes:
     wake_s: float
 
 
-NO_TURNS = TurnTimes(0.0, 0.0)
-"""Times of a function without device memory."""
-
-
 def engine_turns() -> TurnTimes:
     """Return the times of an actor between two versions, excluding the load of the next one."""
     return TurnTimes(ENGINE_TURN_S.value, ENGINE_TURN_S.value)

@@ -242,7 +242,9 @@ def begun(spec, monkeypatch, tmp_path):
     from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints
 
     attempts = []
-    monkeypatch.setattr(run, "_run", lambda spec, _, folder, changed: attempts.append((spec, changed, folder)))
+    monkeypatch.setattr(
+        run, "_run", lambda prepared, folder, changed: attempts.append((prepared.spec, changed, folder))
+    )
     monkeypatch.chdir(tmp_path)
     result = invoke("run", spec, "--set", "steps=10", "--set", "optimizer.rate_schedule=linear")
     assert result.exit_code == 0, result.output

@@ -166,7 +166,7 @@ def test_a_learner_on_other_devices_is_a_choice() -> None:
         ({"h100": 4}, "disaggregated"),
     ]
     placement = spec_of(SPEC, own[0]).placement
-    assert (placement.kind, placement.devices) == Devices("l40s", 8)
+    assert (placement.kind, placement.devices) == ("l40s", 8)
     assert (placement.learner_kind, placement.learner_devices) == ("h100", 2)
     assert placement_of(own[1]) == "2 h100 learn, 1 ahead"
     before = SPEC.model_copy(update={"placement": placement})

@@ -458,7 +458,7 @@ def test_what_gpus_cannot_hold_is_refused_before_anything_starts(fault, check, m
     message = fault(**parts, model=check.model | {"dtype": "bfloat16"})
     assert "placement: 1 x l40s do not hold the run: l40s: " in message
     assert "it fits with learner.micro_batch_tokens: " in message
-    assert "model.dtype: float32 on l40s" in fault(**parts)
+    assert "model.dtype: float32 on l40s" in fault(**parts, model=check.model | {"dtype": "float32"})
 
 
 # -- what this machine does not hold

@@ -1,9 +1,8 @@
 """An engine model from measured kernels (`kernel_tables`): an iteration is the sum of its kernels. Pure.
 
-Kernels without a table count as a constant each, and so does any time not spent in kernels. Supported are dense models,
-and models with experts under tensor or expert parallelism; grouped-query and latent attention; weights and products of
-16, 8 and 4 bits. Layers with a window read the window in every iteration. Anything without a table raises NoTables;
-`Roofline` covers everything.
+Kernels without a table count as a constant each, and so does any time not spent in kernels. Supported are dense models
+with grouped-query attention under tensor parallelism, in weights and products of 16, 8 and 4 bits. Layers with a window
+read the window in every iteration. Anything else raises NoTables; `Roofline` covers everything.
 """
 
 from __future__ import annotations
@@ -18,16 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.kernel_tables import Grid, NoTables, Tables
-from rlhfless.scaling.latency.roofline import ACTIVATION_BYTES, ALL_REDUCES_PER_LAYER, KERNEL_S, exchange_s
+from rlhfless.scaling.latency.roofline import ACTIVATION_BYTES, ALL_REDUCES_PER_LAYER, KERNEL_S
 from rlhfless.scaling.latency.shape import ModelShape
 
 SMALL_KERNELS_PER_LAYER = 4
 """Kernels without a table: two norms, rotation, and the gate's product."""
-
-EVEN = "balanced"
-"""The tables' name for evenly loaded experts, which `Roofline` assumes too."""
 
 # Minimum KV in one layer for which reading it is memory-bound; less may still be cached from the last repetition.
 _BEYOND_CACHE_BYTES = 200e6
@@ -35,11 +30,6 @@ _BEYOND_CACHE_BYTES = 200e6
 _PRODUCTS: Mapping[int, tuple[str, ...]] = MappingProxyType({16: ("bfloat16",), 8: ("fp8_block", "fp8"), 4: ("nvfp4",)})
 """The tables' formats by bits of products. The fastest kernel counts, also among kernels of one format: vLLM's
 `fp8_block` table was measured with kernel launches, which engines avoid by replaying graphs."""
-
-_PLAIN_PRODUCTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
-    {16: ("w4a16_mxfp4",), 8: ("w4a8_mxfp4_mxfp8", "w4a16_mxfp4")}
-)
-"""Formats of 4-bit experts combined with 16-bit attention, by bits of their products."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +46,9 @@ class MeasuredKernels:
     @classmethod
     def of(cls, shape: ModelShape, kind: str, devices: tuple[int, int], folder: Path) -> MeasuredKernels:
         """Return the model. `devices` are the tensor and data parallel sizes. Raises NoTables for a missing kernel."""
-        if shape.linear:
-            raise NoTables("no table has the kernels of linear attention")
+        other = {"linear attention": shape.linear, "experts": shape.experts, "latent attention": shape.latent}
+        if missing := [name for name, part in other.items() if part]:
+            raise NoTables(f"kernels of {missing[0]} are not summed; take a roofline")
         model = cls(shape, Tables(folder, kind), *devices)
         model.prefill_s(1)
         model.iteration_s(1)
@@ -93,33 +84,17 @@ class MeasuredKernels:
         if parallel > 1:
             layer_s += ALL_REDUCES_PER_LAYER * self._all_reduce.at(each * shape.hidden * ACTIVATION_BYTES)
         head_s = self._head_matmul.at(each, shape.vocabulary / parallel, shape.hidden)
-        return shape.layers * layer_s + self._experts_s(tokens) + head_s
+        return shape.layers * layer_s + head_s
 
     def _products(self) -> Iterator[tuple[float, float]]:
-        """Yield the sizes (n, k) of a layer's products on one device, excluding routed experts."""
+        """Yield the sizes (n, k) of a layer's products on one device."""
         shape, parallel = self.shape, self.tensor_parallel
         heads, kv_heads = self._heads
-        if shape.latent is None:
-            yield (heads + 2 * kv_heads) * shape.head_dim, shape.hidden
-            yield shape.hidden, heads * shape.head_dim
-        elif self._attention_module is None:
-            latent = shape.latent
-            yield latent.query_rank + latent.kv_rank + latent.rope_dim, shape.hidden
-            yield heads * (latent.plain_dim + latent.rope_dim), latent.query_rank or shape.hidden
-            yield heads * latent.kv_rank, latent.plain_dim
-            yield heads * latent.value_dim, latent.kv_rank
-            yield shape.hidden, heads * latent.value_dim
+        yield (heads + 2 * kv_heads) * shape.head_dim, shape.hidden
+        yield shape.hidden, heads * shape.head_dim
         if width := shape.dense_mlp / (3 * shape.hidden * shape.layers):
             yield 2 * width / parallel, shape.hidden
             yield shape.hidden, width / parallel
-
-    def _experts_s(self, tokens: int) -> float:
-        shape = self.shape
-        if not shape.experts:
-            return 0.0
-        gate_s = self._head_matmul.at(max(tokens / self.data_parallel, 1), shape.experts, shape.hidden)
-        sent_s = exchange_s(shape, device_of(self.tables.kind), self.tensor_parallel, self.data_parallel, tokens)
-        return shape.expert_layers * (self._expert_layer.at(tokens) + gate_s + sent_s)
 
     @property
     def _heads(self) -> tuple[int, int]:
@@ -128,8 +103,7 @@ class MeasuredKernels:
 
     @cached_property
     def _matmul(self) -> Grid:
-        plain = self.shape.plain_attention
-        return self._gemm(_PRODUCTS[16] if plain else self._formats)
+        return self._gemm(self._formats)
 
     @cached_property
     def _head_matmul(self) -> Grid:
@@ -139,59 +113,28 @@ class MeasuredKernels:
         return self.tables.grid("gemm", "gemm_perf", {"gemm_dtype": formats}, ("m", "n", "k"))
 
     @cached_property
-    def _expert_layer(self) -> Grid:
-        shape, spread = self.shape, self.data_parallel > 1
-        devices = self.tensor_parallel * self.data_parallel
-        wanted = {
-            "hidden_size": shape.hidden,
-            "inter_size": shape.expert_mlp // (3 * shape.hidden * shape.expert_layers),
-            "topk": shape.experts_per_token,
-            "num_experts": shape.experts,
-            "moe_tp_size": 1 if spread else devices,
-            "moe_ep_size": devices if spread else 1,
-            "distribution": EVEN,
-        }
-        formats = _PLAIN_PRODUCTS.get(shape.product_bits, ()) if shape.plain_attention else self._formats
-        return self.tables.grid("moe", "moe_perf", wanted | {"moe_dtype": formats}, ("num_tokens",))
-
-    @cached_property
     def _all_reduce(self) -> Grid:
         wanted = {"num_gpus": self.tensor_parallel}
         return self.tables.grid("comm", "custom_allreduce_perf", wanted, ("message_size",))
 
     @cached_property
     def _prefill_attention(self) -> Grid:
-        alone = {"batch_size": 1}
-        if self._attention_module is not None:
-            wanted = self._attention_module | alone | {"mla_dtype": "bfloat16"}
-            return self.tables.grid("mla", "mla_context_module_perf", wanted, ("isl",))
-        if self.shape.latent is not None:
-            return self.tables.grid("mla", "context_mla_perf", self._latent | alone, ("isl",))
-        wanted = self._attention | alone | {"attn_dtype": "bfloat16"}
+        wanted = self._attention | {"batch_size": 1, "attn_dtype": "bfloat16"}
         return self.tables.grid("attention", "context_attention_perf", wanted, ("isl",))
 
     @cached_property
     def _decode_attention(self) -> tuple[Grid, float]:
         """Return the seconds of one layer by batch size with almost no context, and per token of context."""
-        if self._attention_module is not None:
-            columns = self.tables.columns("mla", "mla_generation_module_perf", self._attention_module)
-        elif self.shape.latent is not None:
-            columns = self.tables.columns("mla", "generation_mla_perf", self._latent)
-        else:
-            columns = self.tables.columns("attention", "generation_attention_perf", self._attention)
+        columns = self.tables.columns("attention", "generation_attention_perf", self._attention)
         shortest = columns["step"] == columns["step"].min()
         fixed = Grid.of([columns["batch_size"][shortest]], columns["seconds"][shortest])
         context = columns["batch_size"] * (columns["step"] + columns["isl"])
-        heads = 1 if self.shape.latent else self.shape.kv_heads / self._heads[1]
+        heads = self.shape.kv_heads / self._heads[1]
         large = self.shape.kv_layer_bytes / heads * context > _BEYOND_CACHE_BYTES
         if not large.any():
             kind = self.tables.kind
             raise NoTables(f"decode attention of {kind} was measured with small contexts only; take a roofline")
         return fixed, float(np.median(columns["seconds"][large] / context[large]))
-
-    @property
-    def _kv_dtype(self) -> str:
-        return "fp8" if self.shape.kv_number_bytes == 1 else "bfloat16"
 
     @property
     def _attention(self) -> dict[str, Any]:
@@ -202,26 +145,8 @@ class MeasuredKernels:
             "num_key_value_heads": kv_heads,
             "head_dim": self.shape.head_dim,
             "window_size": 0,
-            "kv_cache_dtype": self._kv_dtype,
+            "kv_cache_dtype": "fp8" if self.shape.kv_number_bytes == 1 else "bfloat16",
         }
-
-    @property
-    def _latent(self) -> dict[str, Any]:
-        return {"num_heads": self._heads[0], "kv_cache_dtype": self._kv_dtype}
-
-    @cached_property
-    def _attention_module(self) -> dict[str, Any] | None:
-        """Return the table keys of latent attention measured together with its products, or None without such
-        tables."""
-        if self.shape.latent is None:
-            return None
-        wanted = self._latent | {"gemm_type": self._formats}
-        try:
-            self.tables.columns("mla", "mla_generation_module_perf", wanted)
-            self.tables.columns("mla", "mla_context_module_perf", wanted | {"mla_dtype": "bfloat16"})
-        except NoTables:
-            return None
-        return wanted
 
     @property
     def _formats(self) -> tuple[str, ...]:

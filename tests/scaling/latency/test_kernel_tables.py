@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,40 +121,13 @@ def test_what_has_no_table_is_said(tables: Path) -> None:
         MeasuredKernels.of(SHAPE, "h100", (8, 1), tables)
     with pytest.raises(NoTables, match="gemm_perf of h200"):
         MeasuredKernels.of(SHAPE, "h200", (1, 1), tables)
-    with pytest.raises(NoTables, match="moe_perf of h100 has hidden_size 1024"):
+    with pytest.raises(NoTables, match="kernels of experts are not summed; take a roofline"):
         MeasuredKernels.of(
             ModelShape.of_config(CONFIG | {"num_local_experts": 4, "num_experts_per_tok": 2}), "h100", (1, 1), tables
         )
     shape = ModelShape.of_config(CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 8}})
     with pytest.raises(NoTables, match="8 bits multiplied in 16"):
         MeasuredKernels.of(shape, "h100", (1, 1), tables)
-
-
-EXPERTS = CONFIG | {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
-
-
-def test_experts_by_hand(tables: Path) -> None:
-    """An expert layer takes a microsecond a token where tensor parallelism splits it, and half of that where it is
-    spread over two ranks, which exchange tokens as the data sheet has it."""
-    sizes = {"hidden_size": 1024, "inter_size": 512, "topk": 2, "num_experts": 8, "moe_dtype": "bfloat16"}
-    of_experts = [
-        sizes | {"distribution": name, "moe_tp_size": 1, "moe_ep_size": ranks, "num_tokens": count, "latency": cost}
-        for name, factor in (("balanced", 1.0), ("power_law_1.2", 5.0))
-        for ranks, share in ((1, 1.0), (2, 0.5))
-        for count in (1, 4096)
-        for cost in [factor * share * count * 1e-3]
-    ]
-    write(tables, "moe", "moe_perf", of_experts)
-    shape = ModelShape.of_config(EXPERTS)
-    dense = replace(SHAPE, dense_mlp=0)
-    one, without = (MeasuredKernels.of(each, "h100", (1, 1), tables) for each in (shape, dense))
-    gate_s = 64 * 1024 * 1024 * 1e-12  # as many columns as the narrowest product of the table
-    assert one.iteration_s(64) - without.iteration_s(64) == pytest.approx(2 * (64e-6 + gate_s), rel=1e-6)
-    two, device = MeasuredKernels.of(shape, "h100", (1, 2), tables), device_of("h100")
-    sent_s = 2 * (device.all_reduce_s.value + 64 / 2 * 2 * 1024 * 2 / 2 / device.link_bytes_per_s.value)
-    alone = MeasuredKernels.of(dense, "h100", (1, 1), tables).iteration_s(32)
-    assert two.iteration_s(64) - alone == pytest.approx(2 * (32e-6 + gate_s / 2 + sent_s), rel=1e-6)
-    assert two.context_s == pytest.approx(one.context_s / 2)
 
 
 def test_a_quantised_model_takes_the_table_of_its_format(tables: Path) -> None:
@@ -174,7 +146,6 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 WIDE = CONFIG | {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
 @pytest.mark.parametrize("kind", sorted(SYSTEMS))
@@ -185,16 +156,3 @@ def test_real_tables_are_near_the_roofline(kind: str) -> None:
     assert model.prefill_s(4096) > model.prefill_s(1024) > 0
     if kind in ("h100", "h200", "l40s", "b200"):
         assert model.iteration_s(16) == pytest.approx(Roofline(shape, device_of(kind)).iteration_s(16), rel=0.4)
-
-
-def test_there_are_tables_of_experts_and_latent_attention() -> None:
-    """DeepSeek-V3 in fp8 on 8 H200: split by tensor parallelism, and spread over ranks."""
-    sizes = dict(WIDE, num_hidden_layers=61, hidden_size=7168, num_attention_heads=128, intermediate_size=18432)
-    experts = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1}
-    quantised = {"quantization_config": {"quant_method": "fp8"}}
-    shape = ModelShape.of_config(sizes | LATENT | experts | quantised | {"first_k_dense_replace": 3})
-    for devices in ((8, 1), (1, 8)):
-        model = MeasuredKernels.of(shape, "h200", devices, tables_folder())
-        sheet = Roofline(shape, device_of("h200"), *devices)
-        assert model.iteration_s(64) == pytest.approx(sheet.iteration_s(64), rel=0.7)
-        assert model.context_s == pytest.approx(sheet.context_s, rel=1.0)
