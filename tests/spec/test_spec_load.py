@@ -211,7 +211,7 @@ def test_a_removed_value_of_an_override_names_the_way_out(fault, override, where
         ("schedule: auto", "schedule (line 7): 'auto' was removed", "`rlhfless plan`"),
         ("optimizer: {type: adamw}", "optimizer.type (line 7): was removed", "the optimizer is AdamW"),
         ("logging: {jsonl: false}", "logging.jsonl (line 7): was removed", "metrics.jsonl is always written"),
-        ("rewards: [{type: code, file_mib: 1}]", "rewards.0.file_mib (line 7): was removed", "files of up to 16 MiB"),
+        ("- {type: code, file_mib: 1}", "rewards.1.file_mib (line 7): was removed", "files of up to 16 MiB"),
         ("schedule: {type: auto, least_saving: 0.1}", "schedule.type (line 7): 'auto' was removed", "Name one"),
     ],
 )
