@@ -208,7 +208,7 @@ def on_gpus(steps: int) -> dict[str, Any]:
 @pytest.mark.usefixtures("tested")
 def test_worker_pods_follow_a_run_over_a_lost_pod_and_a_cordoned_node_and_go(release: Release, tmp_path: Path) -> None:
     """There is one node that executes anything: once it is cordoned, the run waits until it may be used again."""
-    steps = 60  # the service lists nodes every 5 s, and the run must not end before it has left the cordoned one
+    steps = 40  # the service lists nodes every 5 s, and the run must not end before it has left the cordoned one
     release.upgrade("--set", "controlPlane.watchNodes=true")
     assert release.pods(GPU_GROUP) == []
     with TimeLine(release) as line:
