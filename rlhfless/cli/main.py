@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from rlhfless import __version__
 from rlhfless.cli import (
     data,
+    environments,
     plan,
     rewards,
     run,
@@ -103,7 +104,7 @@ def _options(
     """The options of every command. `_Group` reads `debug`."""
 
 
-for _module in (run, validate, data, plan, selftest, rewards, simulate, trace, service, runs):
+for _module in (run, validate, data, plan, selftest, rewards, environments, simulate, trace, service, runs):
     _module.register(app)
 
 

@@ -25,7 +25,7 @@ IMPORT_PATH = re.compile(r"[\w.]+:[\w.]+")
 # Frames between our call and the user's code: our own files and the import system.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _NOT_THEIRS = (
-    *(os.path.join(_PACKAGE, folder) for folder in ("spec", "rewards")),
+    *(os.path.join(_PACKAGE, folder) for folder in ("spec", "rewards", "environments")),
     os.path.dirname(importlib.__file__),
     "<frozen",
 )

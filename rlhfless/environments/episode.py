@@ -1,0 +1,237 @@
+"""Play one episode: turns of a model, answers of an environment, until one of them or a limit ends it.
+
+The model and the environment are interfaces (rlhfless.environments.protocol), and the clock is the event loop's, so
+that runs, `rlhfless environments test` and simulations share this code.
+
+An environment that fails is restored or replayed if it can be; else the episode starts again. Failures never become
+rewards. What the model does wrong is part of the episode, and is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlhfless.chat.messages import Message
+from rlhfless.environments.chat_format import ChatFormat, ReadTurn, tool_message
+from rlhfless.environments.protocol import EnvironmentFailed, Model, OpenSession
+from rlhfless.environments.recovery import RecoveredEnvironment
+from rlhfless.environments.trajectory import (
+    Answer,
+    AnswerOutcome,
+    ContextSegment,
+    EnvironmentCall,
+    EpisodeLimits,
+    EpisodeStatus,
+    EpisodeTask,
+    ModelSegment,
+    Origin,
+    Parsed,
+    Segment,
+    Trajectory,
+)
+
+Event = Segment | EnvironmentCall | tuple[int, str, Any]
+"""A segment, a call that was answered, or (number, tool, arguments) of one that is about to be sent."""
+
+Journal = Callable[[Event], Awaitable[None]]
+"""Writes an event. A call is sent, and a turn goes on, once it has returned."""
+
+
+class _Ended(Exception):
+    """The episode has ended."""
+
+    def __init__(self, status: EpisodeStatus) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+async def play_episode(
+    task: EpisodeTask,
+    model: Model,
+    chat: ChatFormat,
+    environments: OpenSession,
+    limits: EpisodeLimits,
+    journal: Journal | None = None,
+) -> Trajectory:
+    """Play an episode to its end. Raises only the model's and the journal's errors."""
+    clock = asyncio.get_running_loop().time
+    started_s, failures = clock(), list[str]()
+    while True:
+        episode = _Episode(task, model, chat, environments, limits, journal, failures)
+        try:
+            status, cause = await episode.play(started_s + limits.episode_s), ""
+        except EnvironmentFailed as error:
+            failures.append(str(error))
+            if len(failures) <= limits.retries:
+                continue
+            status, cause = EpisodeStatus.FAILED, str(error)
+        return Trajectory(
+            key=(task.prompt_id, task.sample_index),
+            segments=tuple(episode.segments),
+            calls=tuple(episode.calls),
+            status=status,
+            reward=None if status is EpisodeStatus.FAILED else episode.reward,
+            environment=environments.description.name,
+            digest=environments.description.digest,
+            branch=task.branch,
+            cause=cause,
+            failures=tuple(failures),
+            started_s=started_s,
+            ended_s=clock(),
+        )
+
+
+class _Episode:
+    """One attempt at an episode."""
+
+    def __init__(
+        self,
+        task: EpisodeTask,
+        model: Model,
+        chat: ChatFormat,
+        environments: OpenSession,
+        limits: EpisodeLimits,
+        journal: Journal | None,
+        failures: list[str],
+    ) -> None:
+        self._task, self._model, self._chat, self._limits = task, model, chat, limits
+        self._description = environments.description
+        self._environment = RecoveredEnvironment(environments, task, limits, failures)
+        self._journal = journal
+        self._clock = asyncio.get_running_loop().time
+        self._tools: Sequence[Any] = ()
+        self._tokens: list[int] = []
+        self._invalid_turns = 0
+        self.segments: list[Segment] = []
+        self.calls: list[EnvironmentCall] = []
+        self.reward: float | None = None
+
+    async def play(self, deadline_s: float) -> EpisodeStatus:
+        """Raises EnvironmentFailed."""
+        async with self._environment:
+            try:
+                async with asyncio.timeout_at(deadline_s) as limit:
+                    status = await (self._own_loop() if self._description.plays else self._turns())
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                status = EpisodeStatus.TIME
+            if not self._description.plays and self._environment.is_open:
+                self.reward = await self._environment.run(lambda session: session.reward())
+            if self.reward is None:
+                rewards = [turn.reward for turn in self._model_turns() if turn.reward is not None]
+                self.reward = sum(rewards) if rewards else None
+            return status
+
+    async def _turns(self) -> EpisodeStatus:
+        opening = await self._environment.open()
+        self._tools = opening.tools
+        await self._begin(self._task.messages, opening.messages)
+        while True:
+            try:
+                turn, segment = await self._generate()
+                added = await self._answered(turn)
+            except _Ended as end:
+                return end.status
+            if added is None:
+                return EpisodeStatus.DONE
+            if self._invalid_turns >= self._limits.invalid_calls:
+                return EpisodeStatus.INVALID_CALLS
+            if len(self._model_turns()) >= self._limits.turns:
+                return EpisodeStatus.TURNS
+            origin = Origin.TOOL if added[0].role == "tool" else Origin.OBSERVATION
+            await self._give(origin, turn, segment, added)
+
+    async def _own_loop(self) -> EpisodeStatus:
+        """Run the user's `play`; its messages are the given segments."""
+        ended: list[EpisodeStatus] = []
+        last: list[tuple[ReadTurn, ModelSegment]] = []
+
+        async def turn(messages: Sequence[Message]) -> Message | None:
+            try:
+                if len(self._model_turns()) >= self._limits.turns:
+                    raise _Ended(EpisodeStatus.TURNS)
+                await (self._give(Origin.USER, *last[0], messages) if last else self._begin((), messages))
+                last[:] = [await self._generate()]
+            except _Ended as end:
+                ended[:] = [end.status]
+                return None
+            return last[0][0].message
+
+        self.reward = await self._environment.play(turn)
+        return ended[0] if ended else EpisodeStatus.DONE
+
+    async def _begin(self, prompt: Sequence[Message], added: Sequence[Message]) -> None:
+        given = self._chat.opening(prompt, added, self._tools, self._limits.result_tokens)
+        await self._add(ContextSegment(Origin.PROMPT, given.token_ids, given.bodies))
+
+    async def _generate(self) -> tuple[ReadTurn, ModelSegment]:
+        """Return the model's next turn. Raises _Ended if there is no room for it."""
+        number = len(self._model_turns())
+        room = min(self._limits.turn_tokens, self._limits.context_tokens - len(self._tokens))
+        if room < 1:
+            raise _Ended(EpisodeStatus.TOKENS)
+        seed, started_s = self._task.turn_seed(number), self._clock()
+        generated = await self._model.generate(tuple(self._tokens), seed=seed, max_tokens=room)
+        turn = self._chat.read(generated.token_ids, generated.finish_reason, self._tools)
+        segment = ModelSegment(number, seed, generated, turn.parsed, started_s, self._clock())
+        await self._add(segment)
+        return turn, segment
+
+    async def _answered(self, turn: ReadTurn) -> list[Message] | None:
+        """Return the environment's answers to a turn as messages; None if the episode is done."""
+        if turn.parsed in (Parsed.INVALID, Parsed.UNFINISHED) and turn.fault:
+            self._invalid_turns += 1
+            return [Message("user", (f"Error: {turn.fault}.",))]
+        if not turn.message.calls and not self._description.observes:
+            return None
+        answers: list[Answer] = []
+        for call in turn.message.calls:
+            answers.append(await self._call(call.name, call.arguments, call.call_id))
+            if answers[-1].done:
+                break
+        if not turn.message.calls:
+            answers.append(await self._call("", turn.message.text, None))
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        last = self.segments[-1]
+        if rewards and isinstance(last, ModelSegment):
+            self.segments[-1] = replace(last, reward=sum(rewards))
+        is_invalid = any(answer.outcome is AnswerOutcome.INVALID for answer in answers)
+        self._invalid_turns = self._invalid_turns + 1 if is_invalid else 0
+        if answers[-1].done:
+            return None
+        if not turn.message.calls:
+            return [Message("user", (answers[0].text or "",))]
+        pairs = zip(turn.message.calls, answers, strict=True)
+        return [tool_message(call, index, answer.text or "") for index, (call, answer) in enumerate(pairs)]
+
+    async def _call(self, tool: str, arguments: Any, call_id: str | None) -> Answer:
+        number, started_s = len(self.calls) + 1, self._clock()
+        if self._journal:
+            await self._journal((number, tool, arguments))
+        answer = await self._environment.answer(number, tool, arguments)
+        call = EnvironmentCall(number, tool, arguments, answer, self._clock() - started_s, call_id)
+        self.calls.append(call)
+        if self._journal:
+            await self._journal(call)
+        return answer
+
+    async def _give(self, origin: Origin, turn: ReadTurn, segment: ModelSegment, added: Sequence[Message]) -> None:
+        given = self._chat.following(turn, segment.token_ids, added, self._limits.result_tokens)
+        if any(given.cut_tokens) and origin is not Origin.USER and not turn.fault:
+            first = len(self.calls) - len(given.cut_tokens)
+            for index, cut in enumerate(given.cut_tokens):
+                self.calls[first + index] = replace(self.calls[first + index], cut_tokens=cut)
+        await self._add(ContextSegment(origin, given.token_ids, given.bodies))
+
+    async def _add(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self._tokens += segment.token_ids
+        if self._journal:
+            await self._journal(segment)
+
+    def _model_turns(self) -> list[ModelSegment]:
+        return [segment for segment in self.segments if isinstance(segment, ModelSegment)]

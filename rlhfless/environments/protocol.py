@@ -1,0 +1,115 @@
+"""What an episode needs from an environment and from a model, and the messages of a worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlhfless.chat.messages import Message
+from rlhfless.environments.contract import Description
+from rlhfless.environments.trajectory import Answer, GeneratedTurn
+from rlhfless.spec.errors import Problem
+from rlhfless.util.redaction import redacted_text
+from rlhfless.util.text import legible
+
+
+class EnvironmentFailed(Exception):
+    """The environment failed: an exception, a hang, a lost process. Never a reward; the message is the cause."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(redacted_text(legible(cause)))
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What `reset` gives: messages after the row's prompt, and the tools of this episode."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+ModelTurn = Callable[[Sequence[Message]], Awaitable[Message | None]]
+"""Adds messages to a conversation, and returns the model's next turn; None at a limit of the episode."""
+
+
+class EnvironmentSession(Protocol):
+    """One episode's environment. Every method raises EnvironmentFailed."""
+
+    async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening: ...
+
+    async def call(self, number: int, tool: str, arguments: Any) -> Answer:
+        """Call a tool. The model's mistakes are answers."""
+        ...
+
+    async def observe(self, number: int, text: str) -> Answer: ...
+
+    async def reward(self) -> float | None:
+        """Return the reward of the episode; None without `reward()`."""
+        ...
+
+    async def snapshot(self) -> bytes: ...
+
+    async def restore(self, state: bytes) -> Opening:
+        """Continue from a snapshot in place of `reset`."""
+        ...
+
+    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> float | None:
+        """Run the user's own loop, and return its reward."""
+        ...
+
+
+class OpenSession(Protocol):
+    """Creates sessions of one environment."""
+
+    @property
+    def description(self) -> Description: ...
+
+    def session(self) -> AbstractAsyncContextManager[EnvironmentSession]: ...
+
+
+class Model(Protocol):
+    """Generates one turn."""
+
+    async def generate(self, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> GeneratedTurn: ...
+
+
+# -- messages between a worker process and its parent
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load an environment."""
+
+    target: str
+    memory_bytes: int
+    """Address space that its sessions may add to that of the process after its import."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentLoaded:
+    description: Description | None
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Call a method of the session; `reset`, `restore` and `play` begin a new one."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReply:
+    value: Any
+    failed: str = ""
+    """The cause, if the method failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAsked:
+    """A user's own loop asks for a turn of the model; the parent sends a Message or None."""
+
+    messages: tuple[Message, ...]

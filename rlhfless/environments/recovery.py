@@ -1,0 +1,98 @@
+"""Sessions that survive a failure of the environment, if it can be restored or repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from rlhfless.environments.protocol import EnvironmentFailed, EnvironmentSession, ModelTurn, Opening, OpenSession
+from rlhfless.environments.trajectory import Answer, EpisodeLimits, EpisodeTask
+
+T = TypeVar("T")
+
+
+class RecoveredEnvironment:
+    """An environment that survives the loss of its session, by its last snapshot or by repeating its calls."""
+
+    def __init__(
+        self, environments: OpenSession, task: EpisodeTask, limits: EpisodeLimits, failures: list[str]
+    ) -> None:
+        self._environments, self._task, self._limits, self._failures = environments, task, limits, failures
+        self._description = environments.description
+        self._stack = AsyncExitStack()
+        self._session: EnvironmentSession
+        self._state: bytes | None = None
+        self._log: list[tuple[int, str, Any, str]] = []
+        self.is_open = False
+        """Whether its session can be asked for a reward."""
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def open(self) -> Opening:
+        """Return what the environment says first."""
+        await self._new_session()
+        return await self._reset()
+
+    async def play(self, turn: ModelTurn) -> float | None:
+        await self._new_session()
+        return await self._session.play(self._task.environment_seed, self._task.row, turn)
+
+    async def answer(self, number: int, tool: str, arguments: Any) -> Answer:
+        """Answer a call, or an observation (tool `""`)."""
+        answer = await self.run(lambda session: ask(session, number, tool, arguments))
+        self._log.append((number, tool, arguments, answer.digest))
+        if self._description.snapshots:
+            self._state = await self.run(lambda session: session.snapshot())
+        return answer
+
+    async def run(self, question: Callable[[EnvironmentSession], Awaitable[T]]) -> T:
+        """Ask the session; after a failure, ask again once it is as it was before."""
+        while True:
+            try:
+                return await question(self._session)
+            except EnvironmentFailed as error:
+                can_recover = self._description.snapshots or self._description.replayable
+                if not can_recover or len(self._failures) >= self._limits.retries:
+                    raise
+                self._failures.append(str(error))
+                await self._recover()
+            except BaseException:
+                self.is_open = False
+                raise
+
+    async def _new_session(self) -> None:
+        await self._stack.aclose()
+        self._session = await self._stack.enter_async_context(self._environments.session())
+        self.is_open = True
+
+    async def _reset(self) -> Opening:
+        opening = await self._session.reset(self._task.environment_seed, self._task.row)
+        if self._description.snapshots:
+            self._state = await self._session.snapshot()
+        return opening
+
+    async def _recover(self) -> None:
+        """Bring a new session to the state after the last answer."""
+        await self._new_session()
+        if self._state is not None:
+            await self._session.restore(self._state)
+            return
+        await self._reset()
+        for number, tool, arguments, digest in self._log:
+            repeated = await ask(self._session, number, tool, arguments)
+            if repeated.digest != digest:
+                what = f"is not replayable: {_named(tool)} (call {number}) gave another answer when it was repeated"
+                raise EnvironmentFailed(what)
+
+
+async def ask(session: EnvironmentSession, number: int, tool: str, arguments: Any) -> Answer:
+    """Call a tool, or observe (tool `""`)."""
+    return await (session.call(number, tool, arguments) if tool else session.observe(number, arguments))
+
+
+def _named(tool: str) -> str:
+    return f"`{tool or 'observe'}`"

@@ -1,0 +1,184 @@
+"""Worker processes that hold environments: bounded in time and memory, killed, and replaced.
+
+User code runs in no other process. A worker that hangs, dies or is cancelled in a call is killed with its children, and
+only its own session is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from rlhfless.environments.contract import Description
+from rlhfless.environments.protocol import (
+    Ask,
+    EnvironmentFailed,
+    EnvironmentLoaded,
+    Load,
+    ModelAsked,
+    ModelTurn,
+    Opening,
+    WorkerReply,
+)
+from rlhfless.environments.trajectory import Answer
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.util.worker_process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+START_S = 120.0
+"""Timeout of a worker's start with its imports: torch takes ten seconds on a cold disk."""
+
+MIB = 2**20
+
+
+class EnvironmentWorkers:
+    """`count` processes for sessions of one environment, started when needed."""
+
+    def __init__(self, target: str, count: int, *, call_s: float, memory_mib: int) -> None:
+        """`call_s`: seconds of one call. `memory_mib`: memory of one session."""
+        self.target = target
+        self._all = [_Worker(target, call_s, memory_mib * MIB) for _ in range(count)]
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        for worker in self._all:
+            self._idle.put_nowait(worker)
+
+    @property
+    def description(self) -> Description:
+        """The environment; `start` comes first."""
+        loaded = [worker.description for worker in self._all if worker.description is not None]
+        assert loaded, "no worker has been started"
+        return loaded[0]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(worker.process.pid for worker in self._all if worker.process.pid is not None)
+
+    async def start(self) -> None:
+        """Start the first worker; the others start when they are needed. Raises InputError if the environment breaks
+        its contract."""
+        await self._all[0].ensure()
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for worker in self._all:
+            worker.process.kill()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[_Worker]:
+        """Yield the worker that has been idle longest as a session, so that a failed episode gets another."""
+        worker = await self._idle.get()
+        try:
+            try:
+                await worker.ensure()
+            except InputError as error:
+                raise EnvironmentFailed(str(error)) from error
+            yield worker
+        finally:
+            try:
+                with suppress(EnvironmentFailed):
+                    await worker.close()
+            finally:
+                self._idle.put_nowait(worker)
+
+
+class _Worker:
+    """One process at a time, with one session at a time; a lost process is replaced for the next session."""
+
+    def __init__(self, target: str, call_s: float, memory_bytes: int) -> None:
+        self._target = target
+        self._call_s = call_s
+        self._memory_bytes = memory_bytes
+        self.process = WorkerProcess("rlhfless.environments.worker", lambda: f"environment {target}")
+        self.description: Description | None = None
+
+    async def ensure(self) -> None:
+        """Start the process if it is not running. Raises InputError."""
+        if self.process.is_running:
+            return
+        try:
+            async with asyncio.timeout(START_S):
+                await self.process.start()
+                self.process.send(Load(self._target, self._memory_bytes))
+                loaded: EnvironmentLoaded = await self.process.receive()
+        except TimeoutError:
+            self.process.kill()
+            raise self._broken(f"its worker process did not start within {START_S:g} s: an import hangs") from None
+        except (EOFError, OSError) as error:
+            raise self._broken(f"its worker process died at its start: {self.process.end()}") from error
+        except asyncio.CancelledError:
+            self.process.kill()
+            raise
+        if loaded.description is None:
+            self.process.kill()
+            raise InputError(f"environment {self._target!r}", loaded.problems)
+        self.description = loaded.description
+
+    def _broken(self, what: str) -> InputError:
+        return InputError(f"environment {self._target!r}", [Problem("", what)])
+
+    async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
+        opening: Opening = await self._ask("reset", seed, row)
+        return opening
+
+    async def call(self, number: int, tool: str, arguments: Any) -> Answer:
+        answer: Answer = await self._ask("call", number, tool, arguments)
+        return answer
+
+    async def observe(self, number: int, text: str) -> Answer:
+        answer: Answer = await self._ask("observe", number, text)
+        return answer
+
+    async def reward(self) -> float | None:
+        number: float | None = await self._ask("reward")
+        return number
+
+    async def snapshot(self) -> bytes:
+        state: bytes = await self._ask("snapshot")
+        return state
+
+    async def restore(self, state: bytes) -> Opening:
+        opening: Opening = await self._ask("restore", state)
+        return opening
+
+    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> float | None:
+        number: float | None = await self._ask("play", seed, row, turn=turn)
+        return number
+
+    async def close(self) -> None:
+        """End the session; its process stays for the next one."""
+        if self.process.is_running:
+            await self._ask("close")
+
+    async def _ask(self, method: str, *arguments: Any, turn: ModelTurn | None = None) -> Any:
+        """Return the reply to one call. Raises EnvironmentFailed; a process that does not reply is killed."""
+        name = f"`{arguments[1]}`" if method == "call" else f"`{method}`"
+        if not self.process.is_running:
+            raise EnvironmentFailed(f"{name}: the session's process is gone")
+        try:
+            self.process.send(Ask(method, arguments))
+            while True:
+                async with asyncio.timeout(self._call_s):
+                    reply: WorkerReply | ModelAsked = await self.process.receive()
+                if isinstance(reply, WorkerReply):
+                    break
+                assert turn is not None, "only `play` asks for a turn"
+                self.process.send(await turn(reply.messages))
+        except TimeoutError:
+            self.process.kill()
+            what = f"{name} took longer than call_s ({self._call_s:g} s), and its process was killed"
+            raise EnvironmentFailed(what) from None
+        except (EOFError, OSError) as error:
+            what = f"its process died in {name}: {self.process.end()}"
+            logger.warning("environment %s: %s", self._target, what)
+            raise EnvironmentFailed(what) from error
+        except BaseException:  # cancelled in the middle of a call: the process may be anywhere in it
+            self.process.kill()
+            raise
+        if reply.failed:
+            self.process.kill()  # it may hold memory, threads or half of a change
+            raise EnvironmentFailed(reply.failed)
+        return reply.value

@@ -1,0 +1,111 @@
+"""`rlhfless environments test`: exit codes, transcript, JSON, policies."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhfless.bundled.model import build_random
+from rlhfless.cli.main import app
+
+GAME = '''
+class Count:
+    """Count to row["goal"]."""
+    replayable = True
+
+    def reset(self, seed: int, row: dict) -> str:
+        self.goal, self.n = row.get("goal", 2), 0
+        return f"Count to {self.goal}."
+
+    def add(self, number: int) -> str:
+        """Add a number."""
+        self.n += number
+        return f"now {self.n}"
+
+    def done(self) -> bool:
+        return self.n >= self.goal
+
+    def reward(self) -> float:
+        return float(self.n == self.goal)
+
+class Broken(Count):
+    def add(self, number: int) -> str:
+        """Add a number."""
+        return 1 / 0
+
+class Words:
+    def reset(self, seed: int, row: dict) -> str:
+        return "7"
+
+    def observe(self, text: str) -> str | None:
+        return None if text == "7" else "8"
+'''
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Please:", "goal": 3}\n{"prompt": "Now:", "goal": 5}\n')
+    script = [[{"name": "add", "arguments": {"number": 1}}, {"name": "add", "arguments": {"number": 2}}], ["I stop."]]
+    (tmp_path / "script.jsonl").write_text("".join(json.dumps(turns) + "\n" for turns in script))
+    monkeypatch.chdir(tmp_path)
+    return lambda *options: CliRunner().invoke(app, ["environments", "test", *options])
+
+
+def test_a_scripted_game_is_played_as_written(command):
+    result = command(
+        "game.py:Count", "--rows", "rows.jsonl", "--episodes", "2", "--policy", "scripted:script.jsonl", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    first, second = found["episodes"]
+    assert (first["status"], first["reward"], first["turns"], first["calls"][1]["answer"]) == ("done", 1.0, 2, "now 3")
+    assert (second["status"], second["reward"], second["turns"]) == ("done", 0.0, 1)
+    assert [part["from"] for part in first["transcript"]] == ["prompt", "model, turn 1", "tool", "model, turn 2"]
+    assert "Please:<|im_end|>\n<|im_start|>user\nCount to 3.<|im_end|>" in first["transcript"][0]["text"]
+    assert found["tools"][0]["name"] == "add"
+    assert found["faults"] == {}
+
+
+def test_a_fault_ends_with_one_and_is_named(command):
+    result = command("game.py:Broken", "--policy", "scripted:script.jsonl", "--episodes", "5")
+    assert result.exit_code == 1
+    assert "fault (3x): `add` raised ZeroDivisionError: division by zero (" in result.stdout
+    assert "game.py:" in result.stdout
+    assert "stopped after 3 failed episodes" in result.stdout
+    assert '{"name": "add", "description": "Add a number."' in result.stdout
+
+
+def test_the_random_policy_makes_calls_of_the_right_types(command):
+    found = json.loads(command("game.py:Count", "--json").stdout)
+    arguments = [call["arguments"] for episode in found["episodes"] for call in episode["calls"]]
+    assert arguments
+    assert all(isinstance(each["number"], int) for each in arguments)
+    assert len(found["episodes"]) == 10
+
+
+def test_a_model_without_a_chat_template_plays_a_game_of_text(command, tmp_path):
+    build_random(tmp_path / "model", 0)
+    result = command(
+        "game.py:Words", "--model", "model", "--policy", "model", "--episodes", "1", "--turns", "2", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["episodes"][0]["generated_tokens"] > 0
+    assert "has no chat template" in command("game.py:Count", "--model", "model").stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["game.py"], "it has 3: Count, Broken, Words"),
+        (["game.py:Count", "--policy", "clever"], "write random, scripted:FILE"),
+        (["game.py:Count", "--policy", "model"], "model with --model"),
+        (["game.py:Count", "--policy", "scripted:rows.jsonl"], "line 1: got"),
+        (["game.py:Count", "--policy", "scripted:missing"], "No such file"),
+        (["game.py:Count", "--rows", "missing.jsonl"], "no such file"),
+    ],
+)
+def test_what_cannot_be_played_ends_with_two(command, options, words):
+    result = command(*options)
+    assert result.exit_code == 2
+    assert words in result.stderr

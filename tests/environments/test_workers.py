@@ -1,0 +1,215 @@
+"""Environments that hang, crash and raise in worker processes: only their own session is lost, and the cause is
+named."""
+
+import asyncio
+import os
+from itertools import count
+
+import pytest
+
+from fakes.local_environments import Says, byte_format
+from rlhfless.environments.episode import play_episode
+from rlhfless.environments.protocol import EnvironmentFailed
+from rlhfless.environments.trajectory import EpisodeLimits, EpisodeStatus, EpisodeTask
+from rlhfless.environments.workers import EnvironmentWorkers
+from rlhfless.prepare.environment_trial import TrialSettings, try_environment
+from rlhfless.spec.errors import InputError
+
+NAUGHTY = """
+import asyncio, ctypes, os, time, tempfile, pathlib
+from rlhfless.environments import ToolError, Turn
+
+class Naughty:
+    def reset(self, seed: int, row: dict) -> str:
+        return f"{os.getpid()} {'RLHFLESS_KEY' in os.environ}"
+
+    async def do(self, what: str) -> str:
+        '''Misbehave.'''
+        if what == "loop":
+            while True: pass
+        if what == "sleep": time.sleep(10**6)
+        if what == "wait": await asyncio.sleep(10**6)
+        if what == "exit": os._exit(3)
+        if what == "leave": raise SystemExit(4)
+        if what == "segfault": ctypes.string_at(0)
+        if what == "memory": return "x" * (8 << 30)
+        if what == "raise": raise ValueError("bad \\x1b[31m \\udcff http://me:sk-aaaa@host")
+        if what == "none": return None
+        if what == "object": return object()
+        if what == "nan": return Turn("x", float("nan"))
+        if what == "refuse": raise ToolError("no")
+        return [1, None, "é \\udcff"] if what == "json" else f"did {what}"
+"""
+
+
+@pytest.fixture
+async def workers(tmp_path, monkeypatch):
+    (tmp_path / "naughty.py").write_text(NAUGHTY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLHFLESS_KEY", "secret")
+    pool = EnvironmentWorkers("naughty.py", 1, call_s=1.0, memory_mib=512)
+    await pool.start()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("loop", "`do` took longer than call_s (1 s), and its process was killed"),
+        ("sleep", "took longer than call_s"),
+        ("wait", "took longer than call_s"),
+        ("exit", "its process died in `do`: exit code 3"),
+        ("segfault", "its process died in `do`: signal SIGSEGV"),
+        ("leave", "`do` raised SystemExit: 4"),
+        ("memory", "needed more memory than memory_mib allows"),
+        ("raise", "`do` raised ValueError: bad \\x1b[31m \\udcff http://***@host"),
+        ("none", "`do` returned None; a tool returns text"),
+        ("object", "neither text nor JSON"),
+        ("nan", "gave the reward nan"),
+    ],
+)
+async def test_a_fault_is_named_and_the_next_session_has_another_process(workers, what, words):
+    before = workers.pids
+    async with workers.session() as session:
+        opening = await session.reset(1, {})
+        assert opening.messages[0].text == f"{before[0]} False"
+        assert (await session.call(1, "do", {"what": "nothing"})).text == "did nothing"
+        with pytest.raises(EnvironmentFailed) as error:
+            await session.call(2, "do", {"what": what})
+        assert words in str(error.value)
+        assert "sk-aaaa" not in str(error.value)
+        with pytest.raises(EnvironmentFailed, match="process is gone"):
+            await session.call(3, "do", {"what": "nothing"})
+    async with workers.session() as session:
+        assert (await session.reset(1, {})).messages
+        assert (await session.call(1, "do", {"what": "nothing"})).text == "did nothing"
+        assert workers.pids != before
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_answers_that_are_no_faults_keep_the_process(workers):
+    before = workers.pids
+    async with workers.session() as session:
+        await session.reset(1, {})
+        assert (await session.call(1, "do", {"what": "json"})).text == '[1, null, "é \\udcff"]'
+        assert (await session.call(2, "do", {"what": "refuse"})).outcome == "refused"
+        assert (await session.call(3, "do", {"what": 3})).outcome == "invalid"
+    async with workers.session() as session:
+        await session.reset(1, {})
+    assert workers.pids == before
+
+
+async def test_a_cancelled_call_costs_its_process_only(workers):
+    async def play():
+        async with workers.session() as session:
+            await session.reset(1, {})
+            await session.call(1, "do", {"what": "wait"})
+
+    task = asyncio.create_task(play())
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(30), workers.session() as session:
+        await session.reset(1, {})
+
+
+async def test_only_the_episodes_of_a_faulty_environment_fail(workers):
+    def call(what):
+        return f'<tool_call>{{"name": "do", "arguments": {{"what": "{what}"}}}}</tool_call><|im_end|>'
+
+    chat = byte_format(workers.description.tools)
+    faults = ["a", "exit", "b", "loop", "none", "c"]
+    limits = EpisodeLimits(turns=2, retries=1)
+    play = (
+        play_episode(EpisodeTask("p", index, {}, index), Says([call(what)]), chat, workers, limits)
+        for index, what in zip(count(), faults)
+    )
+    episodes = await asyncio.gather(*play)
+    assert [episode.status is EpisodeStatus.FAILED for episode in episodes] == [False, True, False, True, True, False]
+    assert all(episode.reward is None for episode in episodes)
+    assert [len(episode.failures) for episode in episodes] == [0, 2, 0, 2, 2, 0]
+
+
+async def test_a_file_that_breaks_the_contract_is_refused_at_the_start(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("class Broken:\n    def reset(self, seed, row): ...\n    def f(self, a): 'x'\n")
+    pool = EnvironmentWorkers(str(file), 1, call_s=1.0, memory_mib=512)
+    with pytest.raises(InputError, match=r"f\.a: has no type hint"):
+        await pool.start()
+    pool.close()
+
+
+UNFAITHFUL = """
+import random, time
+
+class Base:
+    def reset(self, seed: int, row: dict) -> str:
+        self.n = 0
+        return "go"
+    def add(self, number: int) -> str:
+        "Add."
+        self.n += 1
+        return str(self.n)
+    def reward(self) -> float:
+        return self.n / 10
+
+class Fine(Base):
+    replayable = True
+    def snapshot(self): return str(self.n).encode()
+    def restore(self, state): self.n = int(state)
+
+class Reset(Base):
+    def reset(self, seed: int, row: dict) -> str:
+        self.n = 0
+        return f"go {random.random()}"
+
+class Replay(Base):
+    replayable = True
+    def add(self, number: int) -> str:
+        "Add."
+        return str(time.monotonic_ns())
+
+class Reward(Base):
+    replayable = True
+    def reward(self): return random.random()
+
+class Restore(Base):
+    def snapshot(self): return b""
+    def restore(self, state): self.n = 0
+
+class State(Base):
+    def snapshot(self): return 3
+    def restore(self, state): ...
+
+class NotANumber(Base):
+    def reward(self): return float("nan")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Fine", None),
+        ("Reset", "`reset` is not deterministic: with the same seed it first said 'go 0."),
+        ("Replay", "it says `replayable = True`, but a repeated episode differs: call 1 (`add`) first gave"),
+        ("Reward", "but a repeated episode differs: the reward was"),
+        ("Restore", "`restore` does not bring back what `snapshot` saved: call"),
+        ("State", "`snapshot` returned 3, not bytes"),
+        ("NotANumber", "`reward` gave the reward nan, not a number"),
+    ],
+)
+def test_a_trial_finds_what_an_environment_promises_and_does_not_keep(tmp_path, monkeypatch, name, words):
+    (tmp_path / "unfaithful.py").write_text(UNFAITHFUL)
+    monkeypatch.chdir(tmp_path)
+    trial = try_environment(
+        TrialSettings(f"unfaithful.py:{name}", episodes=2, seed=3, limits=EpisodeLimits(turns=4, retries=0))
+    )
+    assert len(trial.episodes) == 2
+    if words is None:
+        assert not trial.faults
+    else:
+        assert words in " ".join(trial.faults)

@@ -1,0 +1,81 @@
+"""Environments in the test's own process, and models that say what a test wants."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhfless.environments.chat_format import TemplateFormat
+from rlhfless.environments.contract import Description, checked
+from rlhfless.environments.episode import play_episode
+from rlhfless.environments.trajectory import EpisodeLimits, EpisodeTask, GeneratedTurn, Trajectory
+from rlhfless.environments.worker import LocalSession
+from rlhfless.prepare.byte_tokenizer import byte_tokenizer
+from rlhfless.records import FinishReason
+
+TOKENIZER = byte_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+class LocalEnvironments:
+    """Sessions of one class, without worker processes."""
+
+    def __init__(self, code: Any) -> None:
+        self.environment = checked("test:Environment", code)
+        self.opened = 0
+
+    @property
+    def description(self) -> Description:
+        return self.environment.description
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[LocalSession]:
+        self.opened += 1
+        session = LocalSession(self.environment)
+        yield session
+        await session.close()
+
+
+@dataclass
+class Says:
+    """A model that says given texts in turn. A text without `<|im_end|>` was cut."""
+
+    texts: Sequence[str]
+    read: list[tuple[int, ...]] = field(default_factory=list)
+    """The prompt of each turn."""
+    seeds: list[int] = field(default_factory=list)
+    tokenizer: Any = TOKENIZER
+
+    async def generate(self, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> GeneratedTurn:
+        text = self.texts[len(self.read) % len(self.texts)]
+        self.read.append(tuple(token_ids))
+        self.seeds.append(seed)
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))[:max_tokens]
+        ended = ids and ids[-1] == self.tokenizer.eos_token_id
+        return GeneratedTurn(ids, FinishReason.STOP if ended else FinishReason.LENGTH)
+
+
+def byte_format(tools: Sequence[Any] = ()) -> TemplateFormat:
+    chat = TemplateFormat(TOKENIZER)
+    chat.check(tools)
+    return chat
+
+
+async def played(
+    code: Any,
+    *texts: str,
+    row: dict[str, Any] | None = None,
+    seed: int = 1,
+    messages: tuple[Any, ...] = (),
+    **limits: Any,
+) -> tuple[Trajectory, Says, LocalEnvironments]:
+    """Play one episode of a class with a model that says these texts."""
+    environments, model = LocalEnvironments(code), Says(texts)
+    task = EpisodeTask("prompt", 0, row or {}, seed, messages=messages)
+    chat = byte_format(environments.description.tools)
+    episode = await play_episode(task, model, chat, environments, EpisodeLimits(**limits))
+    return episode, model, environments
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return TOKENIZER.decode(list(token_ids), skip_special_tokens=False)
