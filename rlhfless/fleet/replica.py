@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from rlhfless.functions.base import Call, FunctionBroken, ReplicaInfo, Reply
+from rlhfless.functions.base import Call, CallUsage, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.records import (
     KV_CAPACITY,
     START,
@@ -36,6 +36,8 @@ from rlhfless.util.clock import unix_s
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+USAGE = tuple(field.name for field in fields(CallUsage))
 
 
 class Recorder(Protocol):
@@ -359,7 +361,7 @@ class Replica:
                 step=call.step,
                 start_s=reply.start_s,
                 end_s=reply.end_s,
-                **asdict(reply.usage),
+                **{name: getattr(reply.usage, name) for name in USAGE},
             )
         )
 

@@ -54,6 +54,8 @@ class Replicas:
 
     def __post_init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
+        self._newest: dict[int, Replica] = {}
+        """The last replica on each allocation, by identity of the allocation."""
         self._allocations = self._blueprint.allocations
         self._launches = 0
         self._removed: set[str] = set()
@@ -79,8 +81,8 @@ class Replicas:
         return self._replicas[name]
 
     def at(self, slot: int) -> Replica | None:
-        allocation = self.allocations[slot]
-        return next((replica for replica in self.replicas() if replica.allocation is allocation), None)
+        newest = self._newest.get(id(self.allocations[slot]))
+        return newest if newest is not None and newest.state.holds_device else None
 
     def slot_of(self, replica: Replica) -> int:
         return next(slot for slot, allocation in enumerate(self.allocations) if allocation is replica.allocation)
@@ -161,7 +163,11 @@ class Replicas:
         # Names are never reused, so that a late answer cannot be mistaken for another replica's.
         name = self._name(self._launches)
         self._launches += 1
-        replica = self._replicas[name] = Replica(name, self.function, self.allocations[slot], self._recorder)
+        return self._new(name, self.allocations[slot])
+
+    def _new(self, name: str, allocation: Allocation) -> Replica:
+        replica = Replica(name, self.function, allocation, self._recorder)
+        self._replicas[name] = self._newest[id(allocation)] = replica
         return replica
 
     def _name(self, number: object) -> str:
@@ -191,7 +197,7 @@ class Replicas:
             if bound is None or id(allocation) in taken:
                 continue
             if settings_key(self._blueprint.settings(bound)) == info.settings_key:
-                replica = self._replicas[name] = Replica(name, self.function, allocation, self._recorder)
+                replica = self._new(name, allocation)
                 replica.mark_adopted(handle, info)
                 self._devices.add_user(allocation, name, replica.give_up)
                 log.info("adopted %s of an earlier attempt", name)

@@ -160,7 +160,7 @@ def pool_of(
     )
     pool = ReplicaPool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
     for name, allocation in zip(names, all_allocations, strict=False):
-        replica = pool._replicas[name] = Replica(name, function, allocation, NoRecords())
+        replica = pool._new(name, allocation)
         replica.mark_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]
         replica.ask(OWN)
         replica.mark_loaded(OWN)
