@@ -153,7 +153,9 @@ def memory_plan(
     are too few devices.
     """
     of_learner = learner_sheet(spec, sheet)
-    memory = {each.kind: _memory_bytes(each, host_bytes) for each in (sheet, of_learner)}
+    memory = {
+        each.kind: host_bytes if each.kind == CPU_KIND else int(each.memory_bytes.value) for each in (sheet, of_learner)
+    }
     windows = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards, draft)
     beside = replace(windows, sheet=of_learner)
     engines = {wanted.function for wanted in replica_requests(spec) if wanted.site is Site.PER_REPLICA}
@@ -204,10 +206,6 @@ def memory_plan(
 def learner_sheet(spec: RunSpec, sheet: DeviceSheet) -> DeviceSheet:
     """Return the sheet of the learner side's devices; `sheet` is that of generation. Raises UnknownDevice."""
     return sheet if spec.placement.learner_kind is None else device_of(spec.placement.learner_kind)
-
-
-def _memory_bytes(sheet: DeviceSheet, host_bytes: int) -> int:
-    return host_bytes if sheet.kind == CPU_KIND else int(sheet.memory_bytes.value)
 
 
 def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:

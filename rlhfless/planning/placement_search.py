@@ -199,13 +199,9 @@ def _holds(asked: Question, spec: RunSpec, sequences: int) -> bool:
     return plan.kv_tokens is None or plan.kv_tokens >= sequences * plan.sequence_tokens
 
 
-def _open_actors(spec: RunSpec) -> bool:
-    return not spec.supervised and spec.scaling.generation.max_actors == "auto"
-
-
 def _filled(asked: Question, spec: RunSpec) -> RunSpec:
     """Return the spec with as many actors as fit on its side of the devices, if their number is open."""
-    if not _open_actors(spec):
+    if spec.supervised or spec.scaling.generation.max_actors != "auto":
         return spec
     shared = spec.placement.mode == "colocated" or spec.placement.learner_kind is not None
     side = asked.count if shared else asked.count - spec.placement.learner_devices

@@ -205,7 +205,8 @@ def predicted(
             measured["heartbeat_s"] = NO_HEARTBEATS_S
         drafts = _drafts(asked.spec, lengths) if latency is None else {}  # a fit includes drafts already
         measured["engine"] = _engine(asked) | drafts | measured.get("engine", {})
-        by_factor = [_results(_scenario(asked, config, lengths, factor, measured, *size)) for factor in factors]
+        scenarios = [_scenario(asked, config, lengths, factor, measured, *size) for factor in factors]
+        by_factor = [compare(each).results[each.policies[0].shown] for each in scenarios]
     totals = [[Totals.of(run.steps[1:] or run.steps) for run in results] for results in by_factor]
     factor = sheet_factor(asked.sheet.kind) if latency is None else MEASURED_FACTOR
     cost = banded(
@@ -294,10 +295,6 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths) -
     fixed_s = max(learn_s + evaluate_s - simulated_s, 0.0) + latency.driver_s
     rate = mfu * asked.learner_sheet.flops_per_s.value
     return {"mfu": mfu, "expert_flops_per_s": rate, "expert_tokens": 0, "fixed_s": fixed_s}
-
-
-def _results(scenario: Scenario) -> Sequence[RunResult]:
-    return compare(scenario).results[scenario.policies[0].shown]
 
 
 def _scenario(

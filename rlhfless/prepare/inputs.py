@@ -122,7 +122,8 @@ def _data(field: str, path: str) -> RunInput:
         files = (each for each in sorted(file.rglob("*")) if each.is_file())
         visible = (each for each in files if not any(part.startswith(".") for part in each.relative_to(file).parts))
         return RunInput(field, "data", path, {str(each.relative_to(file)): _digest(each) for each in visible})
-    return RunInput(field, "data", path, {file.name: _digest(file)}, _row_digests(file))
+    rows = b"".join(hashlib.blake2b(row, digest_size=ROW_BYTES).digest() for row in _rows(file))
+    return RunInput(field, "data", path, {file.name: _digest(file)}, base64.b64encode(rows).decode())
 
 
 def _model(field: str, path: str) -> RunInput:
@@ -172,11 +173,6 @@ def _digest(file: Path, *, sampled: bool = False) -> str:
             stream.seek(i * (size - SAMPLE_BYTES) // (SAMPLES - 1))
             digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _row_digests(file: Path) -> str:
-    digests = b"".join(hashlib.blake2b(row, digest_size=ROW_BYTES).digest() for row in _rows(file))
-    return base64.b64encode(digests).decode()
 
 
 def _rows(file: Path) -> Iterator[bytes]:

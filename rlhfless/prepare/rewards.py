@@ -43,7 +43,8 @@ def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
     problems = []
     for index, reward in enumerate(spec.rewards):
         own = [prompt for prompt in prompts if reward.scores(prompt.source)]
-        for what in _faults(reward, own, spec.scoring.http_hosts):
+        models = _model_faults(reward) if isinstance(reward, RewardModelSpec) else []
+        for what in (*_row_faults(reward, own, spec.scoring.http_hosts), *models):
             bad = {prompt.prompt_id for prompt, _ in what.faults} if isinstance(what, RowFaults) else ()
             hint = skip_hint(spec.data, len(bad), len(own)).removeprefix("; or ")
             problems.append(Problem(f"rewards.{index}", f"reward {reward.label!r}: {what}", hint))
@@ -110,11 +111,6 @@ def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
         return None
     named = [value for reward in rewards for key, value in reward if key.endswith("_field") and value is not None]
     return frozenset(name for value in named for name in ((value,) if isinstance(value, str) else value))
-
-
-def _faults(reward: RewardSpec, prompts: Sequence[Prompt], hosts: tuple[str, ...] | None) -> list[str]:
-    models = _model_faults(reward) if isinstance(reward, RewardModelSpec) else []
-    return [*_row_faults(reward, prompts, hosts), *models]
 
 
 def _row_faults(reward: RewardSpec, prompts: Sequence[Prompt], hosts: tuple[str, ...] | None) -> list[str]:

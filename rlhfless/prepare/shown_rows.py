@@ -20,7 +20,7 @@ from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
 from rlhfless.records.rollouts import Example
 from rlhfless.rewards.answers import answer_of
-from rlhfless.rewards.code_tests import Test, tests_of
+from rlhfless.rewards.code_tests import tests_of
 from rlhfless.rewards.mathematics import MathReward
 from rlhfless.rewards.protocol import Unscorable
 from rlhfless.spec import (
@@ -251,7 +251,9 @@ def gets_of(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
             return {"expected": answer_of(prompt.columns, reward)}
         case CodeSpec():
             tests = tests_of(prompt.columns, reward)[: reward.max_tests]
-            return {"tests": [_test(test) for test in tests]}
+            plain = [asdict(test) for test in tests]
+            # without an empty `function`
+            return {"tests": [{k: v for k, v in each.items() if v or k != "function"} for each in plain]}
         case JsonSchemaSpec(schema_field=None):
             return {"schema": reward.json_schema}
         case JsonSchemaSpec(schema_field=str() as field):
@@ -264,11 +266,6 @@ def gets_of(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
             return {"prompt": prompt.text, "columns": dict(prompt.columns)}
         case _:
             return {}
-
-
-def _test(test: Test) -> dict[str, Any]:
-    """Convert a test to JSON values, without an empty `function`."""
-    return {name: value for name, value in asdict(test).items() if value or name != "function"}
 
 
 def _parsed(value: Any) -> Any:

@@ -258,7 +258,7 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Replic
     used = windows[:actors] if spec.mode == "disaggregated" else []
     name = engines[0].function if engines else ""
     if (not engines or generation is not learning) and any(wanted.elastic for wanted in functions):
-        learning = _one_by_one(learning)
+        learning = [_NodeDevices(node.name, (device,)) for node in learning for device in node.devices]
     taken = sum(len(node.devices) for node in by_node) if kind == CPU_KIND else 0
     chosen = _chosen(functions, windows, learner, of_learner, nodes, taken)
     groups = [
@@ -269,11 +269,6 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Replic
     if spec.tenants > 1:
         return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
     return Placement(_with_shares(chosen), tuple(groups))
-
-
-def _one_by_one(nodes: Sequence[_NodeDevices]) -> list[_NodeDevices]:
-    """Return each device as an entry of its own."""
-    return [_NodeDevices(node.name, (device,)) for node in nodes for device in node.devices]
 
 
 def _has_own_cores(wanted: ReplicaRequest, kind: str) -> bool:

@@ -303,7 +303,7 @@ def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:
     problems = [
         Problem(name, f"{new!r}, but the run started with {old!r}", "set it back, or start a run of its own")
         for name, old, new in differences(before, now)
-        if not _may_differ(name)
+        if not any(name == field or name.startswith(f"{field}.") for field in MAY_DIFFER)
     ]
     if problems:
         raise InputError(f"{source} cannot resume this run", problems)
@@ -314,10 +314,6 @@ def differences(before: RunSpec, now: RunSpec) -> list[tuple[str, Any, Any]]:
     old, new = _leaves(before), _leaves(now)
     names = dict.fromkeys((*old, *new))
     return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
-
-
-def _may_differ(name: str) -> bool:
-    return any(name == field or name.startswith(f"{field}.") for field in MAY_DIFFER)
 
 
 def _leaves(spec: RunSpec) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _rows(path: Path, wanted: ReplicaRequest) -> dict[str, Array] | None:
             table = table.filter(pc.is_in(table[column], pa.array(value if isinstance(value, tuple) else (value,))))
     if not table.num_rows:
         return None
-    numbers = [field.name for field in table.schema if not _is_text(field.type)]
+    numbers = [field.name for field in table.schema if str(field.type) not in ("string", "large_string")]
     columns = {name: table[name].to_numpy().astype(np.float64) for name in numbers}
     return columns | {"seconds": columns["latency"] * _MS}
 
@@ -162,7 +162,3 @@ def _table(path: Path) -> pa.Table:
 
 def _version(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in name.split(".") if part.isdigit())
-
-
-def _is_text(kind: Any) -> bool:
-    return str(kind) in ("string", "large_string")

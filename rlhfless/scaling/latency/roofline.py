@@ -112,11 +112,9 @@ class Roofline:
         computing_s = 2 * (shape.active - shape.head) * tokens / self._flops_per_s(self._peak or 0.0)
         computing_s += 2 * shape.head * tokens / self._flops_per_s(self.device.flops_per_s.value)
         starts_s = KERNEL_S * KERNELS_PER_LAYER * shape.layers
-        return max(reading_s, computing_s) + starts_s + self._all_reduces_s(tokens / ranks) + self._exchanges_s(tokens)
-
-    def _exchanges_s(self, tokens: int) -> float:
-        each_s = exchange_s(self.shape, self.device, self.tensor_parallel, self.data_parallel, tokens)
-        return self.shape.layers * each_s
+        exchanges_s = exchange_s(self.shape, self.device, self.tensor_parallel, self.data_parallel, tokens)
+        exchanges_s *= self.shape.layers
+        return max(reading_s, computing_s) + starts_s + self._all_reduces_s(tokens / ranks) + exchanges_s
 
     def _all_reduces_s(self, tokens: float) -> float:
         others = self.tensor_parallel - 1
