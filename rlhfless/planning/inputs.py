@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Devices:
+class DeviceCount:
     """Kind and number of a run's devices."""
 
     kind: str
@@ -45,7 +45,7 @@ class Devices:
 _DEVICES = re.compile(r"(?:([1-9]\d{,99}) ?x ?)?([a-z][\w-]*)", re.IGNORECASE)
 
 
-def parsed_devices(text: str) -> Devices:
+def parsed_devices(text: str) -> DeviceCount:
     """Return kind and number of `8xh100`. Raises InputError."""
     match = _DEVICES.fullmatch(text.strip())
     if match is None:
@@ -58,10 +58,10 @@ def parsed_devices(text: str) -> Devices:
         device_of(kind)
     except UnknownDevice as error:
         raise InputError("--devices", [Problem("", str(error))]) from error
-    return Devices(kind, count)
+    return DeviceCount(kind, count)
 
 
-def parsed_sides(text: str, *, draws: bool = True) -> tuple[Devices, dict[str, Any]]:
+def parsed_sides(text: str, *, draws: bool = True) -> tuple[DeviceCount, dict[str, Any]]:
     """Return the devices of `8xh100`, and the spec changes for a learner on other devices.
 
     For `8xl40s+2xh100`, the devices are those of generation, and the changes (by dotted key) give the learner the
@@ -83,16 +83,16 @@ def parsed_sides(text: str, *, draws: bool = True) -> tuple[Devices, dict[str, A
     return devices, apart | {"placement.learner_kind": own.kind}
 
 
-def devices_of(spec: RunSpec, nodes: Sequence[Node]) -> Devices:
+def devices_of(spec: RunSpec, nodes: Sequence[Node]) -> DeviceCount:
     """Return a run's devices on these nodes, excluding a learner's of another kind.
 
     Raises PlacementError if no kind can be chosen.
     """
     kind = device_kind(spec.placement, nodes)
-    return Devices(kind, spec.placement.devices or sum(node.count(kind) for node in nodes))
+    return DeviceCount(kind, spec.placement.devices or sum(node.count(kind) for node in nodes))
 
 
-def local_devices(spec: RunSpec) -> Devices:
+def local_devices(spec: RunSpec) -> DeviceCount:
     """Return a run's devices on this machine.
 
     Raises PlacementError, UnknownAccelerator, or InputError if the price book cannot be read.

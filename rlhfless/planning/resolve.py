@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from rlhfless.planning.inputs import Devices, devices_of, draft_shape, host_memory_bytes, reward_shapes, shape_of
+from rlhfless.planning.inputs import DeviceCount, devices_of, draft_shape, host_memory_bytes, reward_shapes, shape_of
 from rlhfless.planning.memory_plan import MemoryPlan, Question, edited, is_set
 from rlhfless.planning.placement_search import (
     BATCH_TOKENS,
@@ -97,7 +97,7 @@ class ResolvedRun:
     """A run on its devices. Every value is decided: nothing changes the spec after this."""
 
     spec: RunSpec
-    devices: Devices
+    devices: DeviceCount
     """Kind and number of the run's devices, without a learner's of another kind."""
     asked: Question | None
     """The run with its model's sizes; None if they are unknown, and for a model of the hub on CPU cores."""
@@ -147,7 +147,7 @@ class ResolvedRun:
 
 
 def resolve(
-    spec: RunSpec, cluster: Sequence[Node] | Devices, sequence_tokens: int | None = None, *, required: bool = False
+    spec: RunSpec, cluster: Sequence[Node] | DeviceCount, sequence_tokens: int | None = None, *, required: bool = False
 ) -> ResolvedRun:
     """Decide what a spec leaves open, for the devices that the run gets on these nodes.
 
@@ -158,7 +158,7 @@ def resolve(
     With `required` there is always a memory plan: sizes are fetched, and InputError or PlacementError says why
     there is none.
     """
-    devices = cluster if isinstance(cluster, Devices) else devices_of(spec, cluster)
+    devices = cluster if isinstance(cluster, DeviceCount) else devices_of(spec, cluster)
     asked = memory = None
     if required or is_path(spec.model.path) or not on_cores(spec, devices.kind):
         try:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from rlhfless.planning.dimensions import like
-from rlhfless.planning.inputs import Devices, model_config
+from rlhfless.planning.inputs import DeviceCount, model_config
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.planning.prefill import PlannedPrefill, planned_prefill
@@ -243,11 +243,11 @@ def planner_of(question: Mapping[str, Any]) -> Planner:
     return Planner(RunSpec.model_validate(question["spec"]), trace)
 
 
-def chosen_devices(spec: RunSpec, devices: Mapping[str, int]) -> Devices:
+def chosen_devices(spec: RunSpec, devices: Mapping[str, int]) -> DeviceCount:
     """Return the run's devices, from its spec or else from the service's devices."""
     gpus = [kind for kind in devices if kind not in (CPU_KIND, spec.placement.learner_kind)]
     kind = spec.placement.kind or (gpus[0] if gpus else CPU_KIND)
-    return Devices(kind, spec.placement.devices or devices.get(kind, 0) or 1)
+    return DeviceCount(kind, spec.placement.devices or devices.get(kind, 0) or 1)
 
 
 def _memory(asked: Question) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from rlhfless.planning.dimensions import (
     no_engine,
     quantization_problem,
 )
-from rlhfless.planning.inputs import Devices
+from rlhfless.planning.inputs import DeviceCount
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.planning.prediction import Predicted, _engine
@@ -178,7 +178,7 @@ def test_a_learner_on_other_devices_is_a_choice() -> None:
 def test_generation_is_not_planned_on_the_learners_devices() -> None:
     placement = {"mode": "disaggregated", "learner_kind": "h100"}
     spec = RunSpec.model_validate(SPEC.model_dump(exclude_unset=True) | {"placement": placement})
-    assert chosen_devices(spec, {"h100": 2, "l40s": 8, CPU_KIND: 4}) == Devices("l40s", 8)
+    assert chosen_devices(spec, {"h100": 2, "l40s": 8, CPU_KIND: 4}) == DeviceCount("l40s", 8)
 
 
 def test_the_specs_own_schedule_is_compared_too() -> None:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoTokenizer
 
-from rlhfless.planning.inputs import Devices
+from rlhfless.planning.inputs import DeviceCount
 from rlhfless.planning.preflight import preflight
 from rlhfless.planning.resolve import question_of, resolve
 from rlhfless.prepare import rewards as reward_checks
@@ -174,7 +174,7 @@ def test_a_config_that_is_none_is_refused_by_the_plan(model_folder, content, par
     spec = RunSpec.model_validate(run)
     with pytest.raises(InputError, match=part):
         question_of(spec, "cpu-core", 2)
-    resolve(spec, Devices("cpu-core", 2))
+    resolve(spec, DeviceCount("cpu-core", 2))
 
 
 def test_a_folder_without_a_tokenizer_is_not_blamed_on_the_prompts(fault, model_folder):
