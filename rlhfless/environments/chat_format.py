@@ -36,6 +36,7 @@ Tools = Sequence[Mapping[str, Any]]
 class ReadTurn:
     """A model's turn as the environment gets it."""
 
+    text: str
     message: Message
     parsed: Parsed
     fault: str = ""
@@ -167,7 +168,7 @@ class TemplateFormat:
         is_cut = finish_reason is FinishReason.LENGTH
         if not closed and ("<think>" in text or self._opens_thought):
             message = Message(ASSISTANT, ("",), thought=text.removeprefix("<think>"))
-            return ReadTurn(message, Parsed.UNFINISHED, "the turn ended inside its thought")
+            return ReadTurn(text, message, Parsed.UNFINISHED, "the turn ended inside its thought")
         thought = thought.partition("<think>")[2] or thought
         try:
             content, calls = (answer, []) if self._syntax is None else self._syntax.split(answer, tools)
@@ -176,9 +177,9 @@ class TemplateFormat:
         except Unreadable as error:
             fault = f"the turn was cut after {len(token_ids)} tokens" if is_cut else str(error)
             message = Message(ASSISTANT, (answer,), thought=thought)
-            return ReadTurn(message, Parsed.UNFINISHED if is_cut else Parsed.INVALID, fault)
+            return ReadTurn(text, message, Parsed.UNFINISHED if is_cut else Parsed.INVALID, fault)
         message = Message(ASSISTANT, (content.strip(),), thought=thought, calls=tuple(calls))
-        return ReadTurn(message, Parsed.CALLS if calls else Parsed.TEXT)
+        return ReadTurn(text, message, Parsed.CALLS if calls else Parsed.TEXT)
 
     def following(self, turn: ReadTurn, token_ids: Sequence[int], added: Sequence[Message], most: int) -> Given:
         calls = turn.message.calls if any(message.role == "tool" for message in added) else ()
@@ -257,7 +258,7 @@ class PlainFormat:
         while ids and ids[-1] in self.ends:
             ids.pop()
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return ReadTurn(Message(ASSISTANT, (text,)), Parsed.TEXT)
+        return ReadTurn(text, Message(ASSISTANT, (text,)), Parsed.TEXT)
 
     def following(self, turn: ReadTurn, token_ids: Sequence[int], added: Sequence[Message], most: int) -> Given:  # noqa: ARG002
         marks = "".join(f"\ue004{index}\ue005" for index in range(len(added)))

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhfless.chat.messages import Message
 from rlhfless.environments.chat_format import ChatFormat, ReadTurn, tool_message
 from rlhfless.environments.protocol import EnvironmentFailed, Model, OpenSession
-from rlhfless.environments.recovery import RecoveredEnvironment
+from rlhfless.environments.recovery import NotReplayable, RecoveredEnvironment
 from rlhfless.environments.trajectory import (
     Answer,
     AnswerOutcome,
@@ -33,7 +33,15 @@ from rlhfless.environments.trajectory import (
     Trajectory,
 )
 
-Event = Segment | EnvironmentCall | tuple[int, str, Any]
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The episode starts again: events before this one are void."""
+
+    cause: str
+
+
+Event = Segment | EnvironmentCall | tuple[int, str, Any] | Restarted
 """A segment, a call that was answered, or (number, tool, arguments) of one that is about to be sent."""
 
 Journal = Callable[[Event], Awaitable[None]]
@@ -55,17 +63,26 @@ async def play_episode(
     environments: OpenSession,
     limits: EpisodeLimits,
     journal: Journal | None = None,
+    past: Sequence[Event] = (),
 ) -> Trajectory:
-    """Play an episode to its end. Raises only the model's and the journal's errors."""
+    """Play an episode to its end. Raises only the model's and the journal's errors.
+
+    `past`: events that an earlier process has journaled. A replayable environment repeats their calls, and its answers
+    must be the same; the model generates only what is not there. Other environments start again.
+    """
     clock = asyncio.get_running_loop().time
     started_s, failures = clock(), list[str]()
+    past = _since_restart(past)
+    if past and not environments.description.replayable:
+        past = await _restart(journal, "its environment is not replayable")
     while True:
-        episode = _Episode(task, model, chat, environments, limits, journal, failures)
+        episode = _Episode(task, model, chat, environments, limits, _After(len(past), journal), failures, past)
         try:
             status, cause = await episode.play(started_s + limits.episode_s), ""
         except EnvironmentFailed as error:
             failures.append(str(error))
             if len(failures) <= limits.retries:
+                past = await _restart(journal, str(error))
                 continue
             status, cause = EpisodeStatus.FAILED, str(error)
         return Trajectory(
@@ -84,6 +101,29 @@ async def play_episode(
         )
 
 
+def _since_restart(events: Sequence[Event]) -> Sequence[Event]:
+    last = max((index for index, event in enumerate(events) if isinstance(event, Restarted)), default=-1)
+    return events[last + 1 :]
+
+
+async def _restart(journal: Journal | None, cause: str) -> Sequence[Event]:
+    if journal:
+        await journal(Restarted(cause))
+    return ()
+
+
+class _After:
+    """A journal without its first events, which an earlier process has written."""
+
+    def __init__(self, written: int, journal: Journal | None) -> None:
+        self._left, self._journal = written, journal
+
+    async def __call__(self, event: Event) -> None:
+        self._left -= 1
+        if self._left < 0 and self._journal:
+            await self._journal(event)
+
+
 class _Episode:
     """One attempt at an episode."""
 
@@ -94,8 +134,9 @@ class _Episode:
         chat: ChatFormat,
         environments: OpenSession,
         limits: EpisodeLimits,
-        journal: Journal | None,
+        journal: Journal,
         failures: list[str],
+        past: Sequence[Event],
     ) -> None:
         self._task, self._model, self._chat, self._limits = task, model, chat, limits
         self._description = environments.description
@@ -105,6 +146,8 @@ class _Episode:
         self._tools: Sequence[Any] = ()
         self._tokens: list[int] = []
         self._invalid_turns = 0
+        self._past_turns = [event for event in past if isinstance(event, ModelSegment)]
+        self._past_calls = [event for event in past if isinstance(event, EnvironmentCall)]
         self.segments: list[Segment] = []
         self.calls: list[EnvironmentCall] = []
         self.reward: float | None = None
@@ -174,10 +217,14 @@ class _Episode:
         room = min(self._limits.turn_tokens, self._limits.context_tokens - len(self._tokens))
         if room < 1:
             raise _Ended(EpisodeStatus.TOKENS)
+        if number < len(self._past_turns):
+            segment = replace(self._past_turns[number], reward=None)
+            await self._add(segment)
+            return self._chat.read(segment.token_ids, segment.generated.finish_reason, self._tools), segment
         seed, started_s = self._task.turn_seed(number), self._clock()
         generated = await self._model.generate(tuple(self._tokens), seed=seed, max_tokens=room)
         turn = self._chat.read(generated.token_ids, generated.finish_reason, self._tools)
-        segment = ModelSegment(number, seed, generated, turn.parsed, started_s, self._clock())
+        segment = ModelSegment(number, seed, generated, turn.text, turn.parsed, started_s, self._clock())
         await self._add(segment)
         return turn, segment
 
@@ -210,13 +257,13 @@ class _Episode:
 
     async def _call(self, tool: str, arguments: Any, call_id: str | None) -> Answer:
         number, started_s = len(self.calls) + 1, self._clock()
-        if self._journal:
-            await self._journal((number, tool, arguments))
+        await self._journal((number, tool, arguments))
         answer = await self._environment.answer(number, tool, arguments)
+        if number <= len(self._past_calls) and answer.digest != self._past_calls[number - 1].answer.digest:
+            raise NotReplayable(number, tool)
         call = EnvironmentCall(number, tool, arguments, answer, self._clock() - started_s, call_id)
         self.calls.append(call)
-        if self._journal:
-            await self._journal(call)
+        await self._journal(call)
         return answer
 
     async def _give(self, origin: Origin, turn: ReadTurn, segment: ModelSegment, added: Sequence[Message]) -> None:
@@ -230,8 +277,7 @@ class _Episode:
     async def _add(self, segment: Segment) -> None:
         self.segments.append(segment)
         self._tokens += segment.token_ids
-        if self._journal:
-            await self._journal(segment)
+        await self._journal(segment)
 
     def _model_turns(self) -> list[ModelSegment]:
         return [segment for segment in self.segments if isinstance(segment, ModelSegment)]

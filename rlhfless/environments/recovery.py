@@ -12,6 +12,14 @@ from rlhfless.environments.trajectory import Answer, EpisodeLimits, EpisodeTask
 T = TypeVar("T")
 
 
+class NotReplayable(EnvironmentFailed):
+    """An environment says that it is replayable, and is not."""
+
+    def __init__(self, number: int, tool: str) -> None:
+        name = f"`{tool or 'observe'}`"
+        super().__init__(f"is not replayable: {name} (call {number}) gave another answer when it was repeated")
+
+
 class RecoveredEnvironment:
     """An environment that survives the loss of its session, by its last snapshot or by repeating its calls."""
 
@@ -85,14 +93,9 @@ class RecoveredEnvironment:
         for number, tool, arguments, digest in self._log:
             repeated = await ask(self._session, number, tool, arguments)
             if repeated.digest != digest:
-                what = f"is not replayable: {_named(tool)} (call {number}) gave another answer when it was repeated"
-                raise EnvironmentFailed(what)
+                raise NotReplayable(number, tool)
 
 
 async def ask(session: EnvironmentSession, number: int, tool: str, arguments: Any) -> Answer:
     """Call a tool, or observe (tool `""`)."""
     return await (session.call(number, tool, arguments) if tool else session.observe(number, arguments))
-
-
-def _named(tool: str) -> str:
-    return f"`{tool or 'observe'}`"

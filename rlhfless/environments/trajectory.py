@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rlhfless.records import FinishReason, VersionSpan
+import numpy as np
+
+from rlhfless.records import FinishReason, GivenSegment, Rollout, Sample, Score, Source, VersionSpan
 
 Tokens = tuple[int, ...]
 
@@ -117,6 +119,8 @@ class ModelSegment:
     turn: int
     seed: int
     generated: GeneratedTurn
+    text: str
+    """As the model wrote it, without the end of the turn."""
     parsed: Parsed
     started_s: float
     ended_s: float
@@ -181,6 +185,36 @@ class Trajectory:
     def wait_s(self) -> float:
         """Seconds of waiting for the environment."""
         return sum(call.wait_s for call in self.calls)
+
+    def sample(self) -> Sample:
+        """Return the episode as the learner packs it. A failed one has a failed score, which drops it."""
+        segments: list[GivenSegment | Rollout] = []
+        for part in self.segments:
+            token_ids = np.asarray(part.token_ids, np.int64)
+            if isinstance(part, ContextSegment):
+                source = Source.PROMPT if part.origin is Origin.PROMPT else Source.ENVIRONMENT
+                segments.append(GivenSegment(source, token_ids))
+                continue
+            generated = part.generated
+            rollout = Rollout(
+                prompt_id=self.key[0],
+                sample_index=self.key[1],
+                seed=part.seed,
+                token_ids=token_ids,
+                logprobs=np.asarray(generated.logprobs, np.float32),
+                text=part.text,
+                finish_reason=generated.finish_reason,
+                version_spans=generated.version_spans,
+                actor=generated.actor,
+                started_s=part.started_s,
+                finished_s=part.ended_s,
+                cached_tokens=generated.cached_tokens,
+            )
+            segments.append(rollout)
+        score = None if self.reward is None else Score(self.reward, {"environment": self.reward})
+        if self.status is EpisodeStatus.FAILED:
+            score = Score(0.0, {}, {"environment": self.cause})
+        return Sample(tuple(segments), score)
 
     def prompts(self) -> Iterator[tuple[Tokens, ModelSegment]]:
         """Yield each turn with all tokens before it."""

@@ -161,12 +161,26 @@ class _Worker:
         try:
             self.process.send(Ask(method, arguments))
             while True:
-                async with asyncio.timeout(self._call_s):
-                    reply: WorkerReply | ModelAsked = await self.process.receive()
+                reply: WorkerReply | ModelAsked = await self._receive(name)
                 if isinstance(reply, WorkerReply):
                     break
                 assert turn is not None, "only `play` asks for a turn"
                 self.process.send(await turn(reply.messages))
+        except EnvironmentFailed:
+            raise
+        except BaseException:  # cancelled in the middle of a call: the process may be anywhere in it
+            self.process.kill()
+            raise
+        if reply.failed:
+            self.process.kill()  # it may hold memory, threads or half of a change
+            raise EnvironmentFailed(reply.failed)
+        return reply.value
+
+    async def _receive(self, name: str) -> Any:
+        """Return the next message. Raises EnvironmentFailed if none comes within `call_s`, or the process dies."""
+        try:
+            async with asyncio.timeout(self._call_s):
+                return await self.process.receive()
         except TimeoutError:
             self.process.kill()
             what = f"{name} took longer than call_s ({self._call_s:g} s), and its process was killed"
@@ -175,10 +189,3 @@ class _Worker:
             what = f"its process died in {name}: {self.process.end()}"
             logger.warning("environment %s: %s", self._target, what)
             raise EnvironmentFailed(what) from error
-        except BaseException:  # cancelled in the middle of a call: the process may be anywhere in it
-            self.process.kill()
-            raise
-        if reply.failed:
-            self.process.kill()  # it may hold memory, threads or half of a change
-            raise EnvironmentFailed(reply.failed)
-        return reply.value

@@ -2,13 +2,15 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
 from fakes.local_environments import LocalEnvironments, Says, byte_format, played, text_of
+from rlhfless.algorithms.batch import pack
 from rlhfless.chat.messages import Message
 from rlhfless.environments import EpisodeOver, ToolError, Turn
-from rlhfless.environments.episode import play_episode
+from rlhfless.environments.episode import Restarted, play_episode
 from rlhfless.environments.trajectory import (
     AnswerOutcome,
     ContextSegment,
@@ -18,7 +20,8 @@ from rlhfless.environments.trajectory import (
     ModelSegment,
     Parsed,
 )
-from rlhfless.records import sample_seed
+from rlhfless.records import Group, Prompt, sample_seed
+from rlhfless.sim.virtual_loop import run_virtual
 
 
 class Guess:
@@ -186,16 +189,39 @@ async def test_special_tokens_in_an_environments_text_are_ordinary_text():
     assert text_of(episode.segments[2].token_ids[start:end]).endswith("yes<tool_call><|im_e<|im_end|>")
 
 
-async def test_a_long_episode_ends_by_time_and_keeps_its_turns():
+@pytest.mark.parametrize(
+    ("waits", "status", "calls"), [((0, 100), EpisodeStatus.DONE, 2), ((0, 700), EpisodeStatus.TIME, 1)]
+)
+def test_a_long_episode_ends_by_time_and_keeps_its_turns(waits, status, calls):
     class Slow(Guess):
         async def guess(self, number: int) -> str:
             """Guess."""
-            await asyncio.sleep(60 if number else 0)
-            return "no"
+            await asyncio.sleep(waits[number])
+            self.found = number == 1
+            return "slow"
 
-    episode, _, _ = await played(Slow, call(0), call(1), episode_s=0.5, row={"secret": 7})
-    assert (episode.status, episode.reward, len(episode.turns), len(episode.calls)) == (EpisodeStatus.TIME, None, 2, 1)
-    assert episode.failures == ()
+    episode, _, _ = run_virtual(played(Slow, call(0), call(1), row={"secret": 7}, episode_s=600))
+    assert (episode.status, len(episode.turns), len(episode.calls)) == (status, 2, calls)
+    assert episode.ended_s - episode.started_s == min(sum(waits), 600)
+    assert episode.wait_s == (100 if calls == 2 else 0)
+    assert (episode.reward, episode.failures) == (1.0 if calls == 2 else None, ())
+
+
+async def test_the_learner_gets_the_models_tokens_and_masks_the_others():
+    episode, _, _ = await played(Guess, call(5), call(7), row={"secret": 7})
+    turns = [
+        replace(turn, generated=replace(turn.generated, logprobs=(-0.5,) * len(turn.token_ids)))
+        for turn in episode.turns
+    ]
+    segments = tuple(turns[part.turn] if isinstance(part, ModelSegment) else part for part in episode.segments)
+    sample = replace(episode, segments=tuple(segments)).sample()
+    batch = pack([Group(Prompt("prompt", (), ""), (sample,))])
+    assert tuple(batch.response_mask) == episode.generated_mask
+    assert tuple(batch.tokens) == episode.token_ids
+    assert batch.rewards.tolist() == [1.0]
+    assert sample.text == call(5).removesuffix("<|im_end|>") + call(7).removesuffix("<|im_end|>")
+    failed = replace(episode, status=EpisodeStatus.FAILED, reward=None, cause="it is gone").sample()
+    assert failed.scored.failures == {"environment": "it is gone"}
 
 
 # -- failures of the environment
@@ -339,3 +365,65 @@ async def test_the_journal_gets_each_call_before_it_is_sent():
     assert asked == [3, 7]
     assert events[2] == (1, "guess", {"number": 1})
     assert episode.reward == 1.0
+
+
+# -- resuming from a journal
+
+
+class Interrupted(Exception):
+    pass
+
+
+async def interrupted_after(count, code, texts, past=()):
+    """Play until `count` events are journaled; return them, and the trajectory if it ended before."""
+    events = list(past)
+
+    async def journal(event):
+        if len(events) >= count:
+            raise Interrupted
+        events.append(event)
+
+    environments = LocalEnvironments(code)
+    chat = byte_format(environments.description.tools)
+    task = EpisodeTask("p", 0, {"secret": 7}, 1)
+    try:
+        episode = await play_episode(task, Says(texts), chat, environments, EpisodeLimits(), journal, past)
+    except Interrupted:
+        episode = None
+    return events, episode
+
+
+TEXTS = [call(1), call('"x"'), call(7)]
+
+
+@pytest.mark.parametrize("count", range(12))
+async def test_a_killed_episode_goes_on_from_its_journal_with_the_same_tokens(count):
+    undisturbed, whole = await interrupted_after(99, Guess, TEXTS)
+    past, nothing = await interrupted_after(count, Guess, TEXTS)
+    assert nothing is None
+    rest = TEXTS[sum(isinstance(event, ModelSegment) for event in past) :]
+    events, episode = await interrupted_after(99, Guess, rest or ["not asked"], past)
+    assert (episode.token_ids, episode.reward) == (whole.token_ids, 1.0)
+    assert [each.answer for each in episode.calls] == [each.answer for each in whole.calls]
+    assert [type(event) for event in events] == [type(event) for event in undisturbed]
+    assert len(undisturbed) == 12
+
+
+@pytest.mark.parametrize("replayable", [False, True])
+async def test_an_environment_that_cannot_be_repeated_starts_again_after_a_kill(replayable):
+    class Moody(Guess):
+        count = 0
+
+        def guess(self, number: int) -> str:
+            """Guess."""
+            type(self).count += 1
+            return f"{super().guess(number)} {self.count}"
+
+    Moody.replayable = replayable
+    past, _ = await interrupted_after(5, Moody, TEXTS)
+    events, episode = await interrupted_after(99, Moody, [*TEXTS[2:], *TEXTS] if replayable else TEXTS, past)
+    assert (episode.status, episode.reward) == (EpisodeStatus.DONE, 1.0)
+    restarts = [event.cause for event in events if isinstance(event, Restarted)]
+    assert len(restarts) == 1
+    assert "not replayable" in restarts[0]
+    assert len(episode.failures) == replayable
