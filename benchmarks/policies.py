@@ -214,7 +214,8 @@ def apart(measured: Sequence[Measured]) -> list[str]:
         "",
         f"Where single devices are rented, to the second, and are there again after {BACK_S:.0f} s, a learner with "
         "devices of its own lets actors be given back; what was on them is gone, so each start is a cold one. "
-        f"Time and cost by `{STATIC}`, which keeps all devices.",
+        "Its contract is the cheapest run within the time of the static fleet with the same devices. Time and cost by "
+        f"`{STATIC}`, which keeps all devices.",
         "",
         row(["scenario", f"{APART_STATIC}: time", "cost", f"{APART}: time", "cost"]),
         row(["---"] * 5),
