@@ -38,7 +38,7 @@ from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.timeline import Array, Requests
 from rlhfless.sim.engine import EngineShape
-from rlhfless.sim.scenarios.timing import GB, RESERVED_GB, RESERVED_SHARE
+from rlhfless.sim.scenarios.timing import reserved_bytes
 
 CONFIGS: dict[str, dict[str, Any]] = {  # of the models' own config.json
     "meta-llama/Llama-3.1-8B": {
@@ -76,17 +76,22 @@ class Measured:
 MEMORY_SHARE, BLOCK_TOKENS = 0.9, 16
 """vLLM's `gpu_memory_utilization`, and tokens of a KV block."""
 
+COUNTS_GRAPHS = (0, 21)
+"""The first version of vLLM that takes CUDA graphs out of the memory for KV."""
+
 
 def shape_of(meta: dict[str, Any], roofline: Roofline) -> EngineShape:
     """The capacity of the engine: of all its data-parallel ranks together, each of which has vLLM's limits."""
     settings, model, ranks = meta["engine_kwargs"], roofline.shape, roofline.data_parallel
     held = model.total_bytes - model.expert_bytes * (1 - 1 / ranks)
-    memory = roofline.device.memory_bytes.value
-    reserved = min(RESERVED_GB * GB, RESERVED_SHARE * memory)
-    left = roofline.tensor_parallel * (memory * MEMORY_SHARE - reserved) - held
+    sequences, batch = settings["max_num_seqs"], settings.get("max_num_batched_tokens", 8192)
+    graphs = tuple(map(int, meta["vllm_version"].split(".")[:2])) >= COUNTS_GRAPHS
+    reserved = reserved_bytes(model, roofline.tensor_parallel, batch, sequences, graphs=graphs)
+    memory = (roofline.device.visible_bytes or roofline.device.memory_bytes).value
+    share = meta.get("kv_cache", {}).get("gpu_memory_utilization", MEMORY_SHARE)
+    left = roofline.tensor_parallel * (memory * share - reserved) - held
     tokens = ranks * int(meta.get("kv_cache_tokens") or left / model.kv_bytes)
-    batch = ranks * settings.get("max_num_batched_tokens", 8192)
-    return EngineShape(ranks * settings["max_num_seqs"], tokens // BLOCK_TOKENS, BLOCK_TOKENS, batch)
+    return EngineShape(ranks * sequences, tokens // BLOCK_TOKENS, BLOCK_TOKENS, ranks * batch)
 
 
 def roofline_of(folder: Path, meta: dict[str, Any]) -> Roofline:

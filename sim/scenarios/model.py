@@ -122,8 +122,8 @@ class ScenarioEngineSpec(SpecModel):
     """Fraction of a device's memory that the engine may use."""
 
     reserved_gb: Annotated[float, Field(ge=0)] | None = None
-    """Part of the engine's memory, in GB, that is not available for weights and KV cache: CUDA graphs, activations,
-    NCCL (aiconfigurator reserves 3.5 GB and 0.4 GB). `null`: 3.9, but at most a tenth of the memory."""
+    """Part of the engine's memory, in GB, that is not available for weights and KV cache: activations, logits, CUDA
+    graphs, CUDA and NCCL. `null`: as the memory plan of a run counts them, 2 to 4 GB."""
 
     block_tokens: Annotated[int, Field(ge=1)] = 16
     """Tokens per KV cache block."""

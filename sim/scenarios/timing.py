@@ -14,6 +14,7 @@ from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.kernel_tables import NoTables, tables_folder
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import PROCESS_BYTES, TENSOR_PARALLEL_BYTES, engine_parts
 from rlhfless.sim.replay.latency_file import LatencyFile, load_latency
 from rlhfless.sim.scenarios.cluster import MeasuredTimes
 from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency
@@ -25,9 +26,6 @@ GB = 1e9
 
 EIGHT, FULL = 8, 16
 """Bits of a byte, and of a format that is not quantised."""
-
-RESERVED_GB, RESERVED_SHARE = 3.9, 0.1
-"""Memory of a device that an engine needs in addition to weights and KV, and its largest share of the device."""
 
 LEARN_OPERATIONS = 6
 """Operations per parameter and token of a forward and a backward pass, as an MFU counts them."""
@@ -124,6 +122,18 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
         raise InputError(scenario.name, [problem]) from error
 
 
+def reserved_bytes(
+    shape: ModelShape, tensor_parallel: int, batch_tokens: int, sequences: int, *, graphs: bool = True
+) -> int:
+    """Return the memory of a device that an engine needs beside weights and KV, as the live memory plan counts it.
+
+    `graphs`: CUDA graphs count. Those of vLLM before 0.21 are captured beside what it may use.
+    """
+    parts = engine_parts(shape, "bfloat16", tensor_parallel, batch_tokens, sequences, graphs=graphs)
+    other = sum(part.size_bytes for part in parts if part.name != "weights")
+    return other + PROCESS_BYTES + TENSOR_PARALLEL_BYTES * (tensor_parallel > 1)
+
+
 def kv_tokens(scenario: Scenario, kind: str) -> int:
     """Return the tokens whose KV fits next to the weights on one actor's devices, in all layers.
 
@@ -132,8 +142,9 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
     """
     shape, engine, device = engine_shape(scenario), scenario.engine, scenario.cluster.sheet(kind)
     share = 1 / min(engine.tensor_parallel, shape.kv_heads)
-    reserved = min(RESERVED_GB * GB, RESERVED_SHARE * device.memory_bytes.value)
-    reserved = reserved if engine.reserved_gb is None else engine.reserved_gb * GB
+    reserved: float = reserved_bytes(shape, engine.tensor_parallel, engine.max_batch_tokens, engine.max_sequences)
+    if engine.reserved_gb is not None:
+        reserved = engine.reserved_gb * GB
     usable = device.memory_bytes.value * engine.memory_fraction - reserved
     elsewhere = shape.expert_bytes * (1 - 1 / engine.data_parallel)
     states = shape.state_bytes * engine.max_sequences / engine.data_parallel

@@ -168,12 +168,16 @@ def test_learning_and_memory_by_hand() -> None:
     part = one.model_copy(update={"learner": one.learner.model_copy(update={"learned_share": 0.25})})
     assert timing.learn_token_s(part, "l40s", 2) == pytest.approx(timing.learn_token_s(one, "l40s", 2) / 4)
     assert timing.forward_token_s(part, "l40s", 2) == timing.forward_token_s(one, "l40s", 2), "such as a reference's"
-    # 48 GB x 0.85 less 3.9 GB and the weights; 2 x 28 layers x 4 KV heads x 128 x 2 bytes for each token.
-    left = 48e9 * 0.85 - 3.9e9 - one.model.shape.total_bytes
-    assert timing.kv_tokens(one, "l40s") == int(left / 57_344)
-    # Of 24 GB a tenth is reserved.
-    small = 24e9 * 0.85 - 2.4e9 - one.model.shape.total_bytes
-    assert timing.kv_tokens(one, "l4") == pytest.approx(small / 57_344, rel=1e-3)
+    # 48 GB x 0.85 less the weights, the widest layer of a batch, three copies of a batch's logits, 0.6 GiB of graphs
+    # and 0.8 GiB of CUDA; 2 x 28 layers x 4 KV heads x 128 x 2 bytes for each token.
+    engine = one.engine
+    layer, logits = 2 * engine.max_batch_tokens * (4 * 3584 + 3 * 18944), 3 * 4 * engine.max_sequences * 152064
+    reserved = layer + logits + 1.4 * 2**30
+    for kind, memory in (("l40s", 48e9), ("l4", 24e9)):
+        left = memory * 0.85 - reserved - one.model.shape.total_bytes
+        assert timing.kv_tokens(one, kind) == pytest.approx(left / 57_344, abs=1)
+    given = one.model_copy(update={"engine": engine.model_copy(update={"reserved_gb": 3.9})})
+    assert timing.kv_tokens(given, "l40s") == int((48e9 * 0.85 - 3.9e9 - one.model.shape.total_bytes) / 57_344)
     # 16 bytes for each of 7.6 billion parameters, in 0.8 x 48 GB.
     assert timing.learner_devices_needed(one, "l40s") == 4
 
@@ -281,8 +285,10 @@ def test_devices_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_weights_and_kv_of_8_bits() -> None:
-    plain, small = (scenario(model={"name": "qwen2.5-7b"}, engine=engine) for engine in ({}, {"weight_bits": 8}))
-    halved = scenario(model={"name": "qwen2.5-7b"}, engine={"weight_bits": 8, "kv_bits": 8})
+    plain, small, halved = (
+        scenario(model={"name": "qwen2.5-7b"}, engine={"reserved_gb": 3.9, **bits})
+        for bits in ({}, {"weight_bits": 8}, {"weight_bits": 8, "kv_bits": 8})
+    )
     kept = 2 * plain.model.shape.head  # numbers of embedding and head, which stay in 16 bits
     saved = plain.model.shape.total_bytes / 2 - kept
     weights = plain.model.shape.total_bytes - saved
