@@ -51,6 +51,7 @@ def selftest(
     """
     from transformers.utils.logging import disable_progress_bar
 
+    from rlhfless.selftest.between_nodes import between_nodes
     from rlhfless.selftest.report import node_report, whole_report
     from rlhfless.spec.load import load_spec
     from rlhfless.telemetry.terminal import Terminal
@@ -58,50 +59,59 @@ def selftest(
     disable_progress_bar()  # type: ignore[no-untyped-call]
     loaded = None if spec is None else load_spec(spec, overrides or ())
     console = Terminal(soft_wrap=True)
-    between = None
     if ray_address is None:
-        nodes = {"this machine": node_report(loaded, lambda outcome: _show(console, outcome))}
-    else:
-        nodes, between = asyncio.run(_on_cluster(ray_address, loaded))
-        _show_nodes(console, nodes)
+        node = node_report(loaded, lambda outcome: _show(console, outcome))
+        nodes, between = {"this machine": node}, between_nodes(None)
         _show(console, between)
-    report = whole_report(nodes, between)
-    for node in nodes.values():
         _show_step(console, node["step"])
+    else:
+        nodes, between = asyncio.run(_on_cluster(console, ray_address, loaded))
+        _show_nodes(console, nodes)
+    report = whole_report(nodes, between)
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
         console.print(f"{out} has the report")
     states = [check["state"] for node in nodes.values() for check in node["checks"]]
-    if "failed" in states or (between is not None and between.state == "failed"):
+    if "failed" in (*states, between.state):
         raise typer.Exit(FAILED)
 
 
-async def _on_cluster(address: str, spec: RunSpec | None) -> tuple[dict[str, dict[str, Any]], CheckOutcome]:
-    from rlhfless.fleet.cluster import Cluster, FleetError
-    from rlhfless.fleet.each_node import on_each_node
+async def _on_cluster(
+    console: Console, address: str, spec: RunSpec | None
+) -> tuple[dict[str, dict[str, Any]], CheckOutcome]:
+    from rlhfless.fleet.cluster import Cluster
+    from rlhfless.fleet.each_node import ask_each_node
     from rlhfless.selftest.between_nodes import MEET_S, between_nodes
-    from rlhfless.selftest.report import node_report
+    from rlhfless.selftest.report import node_report, node_without_report
     from rlhfless.spec import PlacementSpec
 
-    cluster = await Cluster.start(PlacementSpec(ray_address=address), Path())
+    placement = PlacementSpec() if spec is None else spec.placement
+    cluster = await Cluster.start(placement.model_copy(update={"ray_address": address}), Path())
     try:
-        on_nodes = partial(on_each_node, timeout_s=4 * MEET_S, with_cores=True)
+        console.print(f"the network between the nodes of {address}, in at most {12 * MEET_S:.0f} s")
+        on_nodes = partial(ask_each_node, timeout_s=4 * MEET_S, with_cores=True)
         between = await asyncio.to_thread(between_nodes, on_nodes)
-        reports: Any = await asyncio.to_thread(on_each_node, node_report, spec, timeout_s=NODE_S, with_cores=True)
+        _show(console, between)
+        console.print(f"all nodes at once: shown when the last one has ended, in minutes; at most {NODE_S:.0f} s")
+        reports, faults = await asyncio.to_thread(
+            partial(ask_each_node, node_report, spec, timeout_s=NODE_S, with_cores=True)
+        )
     finally:
         await cluster.stop()
-    if not reports:
-        raise FleetError(f"no node of the cluster at {address} ended its self-test within {NODE_S:.0f} s")
-    return dict(reports), between
+    found: dict[str, Any] = {**reports, **{node: node_without_report(fault) for node, fault in faults.items()}}
+    return dict(sorted(found.items())), between
 
 
 def _show_nodes(console: Console, nodes: Mapping[str, Mapping[str, Any]]) -> None:
     from rlhfless.selftest.check import CheckOutcome
 
     for name, node in nodes.items():
-        console.print(f"node {name}: {node['devices']['count']} x {node['devices']['kind']}")
+        devices = node["devices"]
+        console.print(f"node {name}: {devices['count']} x {devices['kind']}" if devices else f"node {name}")
         for check in node["checks"]:
             _show(console, CheckOutcome(**check))
+        if devices:
+            _show_step(console, node["step"])
 
 
 def _show(console: Console, outcome: CheckOutcome) -> None:

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from rlhfless.functions.on_node import on_node
 from rlhfless.spec import RunSpec
 from rlhfless.spec.data import is_path, shadowed
 from rlhfless.spec.imports import TargetError, load_target
 from rlhfless.spec.load import targets
-from rlhfless.util.errors import UserError
+from rlhfless.util.errors import UserError, class_and_line
 from rlhfless.util.folders import private
 
 log = logging.getLogger(__name__)
@@ -34,23 +34,34 @@ log = logging.getLogger(__name__)
 def on_each_node(
     work: Callable[..., object], *arguments: object, timeout_s: float, with_cores: bool = False
 ) -> dict[str, object]:
-    """Run `work` on each live node, and return the results by node address. If a node is lost, or `work` raises or
-    times out there, a warning is logged and the node has no result.
+    """Run `work` on each live node, and return the results by node address. A node without a result, as in
+    `ask_each_node`, is logged as a warning."""
+    results, faults = ask_each_node(work, *arguments, timeout_s=timeout_s, with_cores=with_cores)
+    for address, fault in faults.items():
+        log.warning("%s on node %s: %s", work.__name__, address, fault)
+    return results
+
+
+def ask_each_node(
+    work: Callable[..., object], *arguments: object, timeout_s: float, with_cores: bool = False
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Run `work` on each live node. Return results and faults by node address: a fault if the node is lost, or `work`
+    raises or times out there.
 
     `with_cores`: only nodes that can run functions, excluding a head that is reserved for drivers.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and (node["Resources"].get("CPU") or not with_cores)]
     calls = {on_node(node["NodeID"], work, *arguments): node["NodeManagerAddress"] for node in nodes}
     ended, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
-    for call in late:
-        log.warning("%s did not end within %.0f s on node %s", work.__name__, timeout_s, calls[call])
+    faults = {calls[call]: f"it did not end within {timeout_s:.0f} s" for call in late}
     results: dict[str, object] = {}
     for call in ended:
         try:
             results[calls[call]] = ray.get(call)
         except RayError as error:
-            log.warning("%s failed on node %s: %s", work.__name__, calls[call], error)
-    return results
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            faults[calls[call]] = str(cause) if isinstance(cause, UserError) else class_and_line(cause)
+    return results, faults
 
 
 def remove_folders(folders: Sequence[str]) -> None:

@@ -131,6 +131,8 @@ def require_token(spec: PlacementSpec, environment: Mapping[str, str]) -> None:
     """Raise NoCluster if the run would join a cluster that other machines can reach without a token."""
     address, mode = spec.ray_address or "", environment.get(AUTH_MODE, "")
     host = address.removeprefix("ray://").rpartition(":")[0]
+    if not host and address not in ("auto", "local"):
+        raise NoCluster(f"placement.ray_address {address!r} has no port; write HOST:PORT, such as '{address}:6379'")
     if mode.lower() != "disabled" or is_loopback(host) or spec.trusted_network:
         return
     raise NoCluster(

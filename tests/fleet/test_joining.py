@@ -135,6 +135,13 @@ def test_others_are(address: str, mode: str, trusted: bool) -> None:
     ray_session.require_token(spec, {"RAY_AUTH_MODE": mode})
 
 
+def test_an_address_without_a_port_is_told() -> None:
+    """It was once called a network address: "'127.0.0.1' is not on loopback"."""
+    with pytest.raises(ray_session.NoCluster, match=r"'127\.0\.0\.1' has no port; write HOST:PORT"):
+        ray_session.require_token(PlacementSpec(ray_address="127.0.0.1"), {"RAY_AUTH_MODE": "disabled"})
+    ray_session.require_token(PlacementSpec(ray_address="auto"), {"RAY_AUTH_MODE": "token"})
+
+
 async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster as RayNodes
 from fakes.fake_function import stand_in_run
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.cluster import Cluster
-from rlhfless.fleet.each_node import on_each_node
+from rlhfless.fleet.each_node import ask_each_node
 from rlhfless.fleet.heartbeat import LeavingWatch, drain_nodes
 from rlhfless.fleet.leave_node import INSTANCE
 from rlhfless.fleet.replica import Replica
@@ -232,7 +232,7 @@ async def test_the_hook_of_a_pod_that_ends(ray_nodes: RayNodes, monkeypatch: pyt
 @pytest.mark.usefixtures("ray_nodes")
 def test_the_self_test_broadcasts_between_the_nodes() -> None:
     """Each node participates with its own address, in processes that its Ray starts."""
-    outcome = between_nodes(partial(on_each_node, timeout_s=4 * MEET_S, with_cores=True))
+    outcome = between_nodes(partial(ask_each_node, timeout_s=4 * MEET_S, with_cores=True))
     assert outcome.state == "ok", outcome.why
     assert outcome.measured.keys() >= {A, B}
     for about in outcome.measured.values():

@@ -10,21 +10,23 @@ import pytest
 
 from rlhfless.functions.loopback import free_port
 from rlhfless.selftest import between_nodes as module
-from rlhfless.selftest.between_nodes import between_nodes, join, port_on, take_part
+from rlhfless.selftest.between_nodes import between_nodes, is_there, join, port_on, take_part
+
+Answers = tuple[Mapping[str, Any], Mapping[str, str]]
 
 
-def nodes(*addresses: str, part: Callable[..., Any] = take_part) -> Callable[..., Mapping[str, Any]]:
+def nodes(*addresses: str, part: Callable[..., Any] = take_part) -> Callable[..., Answers]:
     """A cluster of threads, all of which are at 127.0.0.1."""
 
-    def on_nodes(work: Callable[..., Any], *arguments: Any) -> Mapping[str, Any]:
+    def on_nodes(work: Callable[..., Any], *arguments: Any) -> Answers:
         if work is port_on:
-            return {address: free_port("127.0.0.1") if address == arguments[0] else None for address in addresses}
+            return {address: free_port("127.0.0.1") if address == arguments[0] else None for address in addresses}, {}
         if work is not join:
-            return {address: work(*arguments) for address in addresses}
+            return {address: work(*arguments) for address in addresses}, {}
         meeting = f"tcp://127.0.0.1:{arguments[0].rpartition(':')[2]}"
         with ThreadPoolExecutor() as threads:
             parts = [threads.submit(part, meeting, "127.0.0.1", rank, len(addresses)) for rank in range(len(addresses))]
-            return {address: each.result() for address, each in zip(addresses, parts, strict=True)}
+            return {address: each.result() for address, each in zip(addresses, parts, strict=True)}, {}
 
     return on_nodes
 
@@ -37,11 +39,14 @@ def test_a_broadcast_says_its_interfaces_and_its_rate(monkeypatch: pytest.Monkey
     for about in outcome.measured.values():
         assert (about["gloo"], about["nccl"]) == ("lo", "=lo")
         assert about["gloo_gb_per_s"] > 0
+        assert about["nccl_not_run"] == "2 of 2 nodes have no GPU"
 
 
 def test_one_node_has_nothing_to_check() -> None:
     outcome = between_nodes(nodes("10.0.0.1"))
     assert (outcome.state, outcome.why) == ("not applicable", "the cluster has one node")
+    alone = between_nodes(None)
+    assert (alone.state, alone.why) == ("not applicable", "one machine was tested; --ray-address names a cluster")
 
 
 def test_a_node_that_cannot_take_part_is_named_with_its_fault() -> None:
@@ -49,12 +54,22 @@ def test_a_node_that_cannot_take_part_is_named_with_its_fault() -> None:
         return {"fault": "connection refused"} if rank else {"gloo": "eth0"}
 
     outcome = between_nodes(nodes("10.0.0.1", "10.0.0.2", part=part))
-    assert (outcome.state, outcome.why) == ("failed", "10.0.0.2: connection refused")
+    assert (outcome.state, outcome.why) == ("failed", "node 10.0.0.2: connection refused")
     assert "GLOO_SOCKET_IFNAME" in outcome.remedy
     assert outcome.measured["10.0.0.1"] == {"gloo": "eth0"}
 
-    silent = between_nodes(lambda work, *_: {} if work is join else nodes("10.0.0.1", "10.0.0.2")(work, *_))
-    assert silent.why == "10.0.0.1: no answer; 10.0.0.2: no answer"
+
+@pytest.mark.parametrize("lost_at", [is_there, port_on, join])
+def test_a_node_that_does_not_answer_fails_the_check(lost_at: Callable[..., Any]) -> None:
+    """Such a node was left out before: the others passed, and the self-test with them."""
+
+    def on_nodes(work: Callable[..., Any], *arguments: Any) -> Answers:
+        if work is lost_at:
+            return {"10.0.0.1": {}}, {"10.0.0.2": "NodeDiedError: it is gone"}
+        return nodes("10.0.0.1", "10.0.0.2")(work, *arguments)
+
+    outcome = between_nodes(on_nodes)
+    assert (outcome.state, outcome.why) == ("failed", "node 10.0.0.2: NodeDiedError: it is gone")
 
 
 def test_a_node_takes_part_at_the_address_that_ray_has(monkeypatch: pytest.MonkeyPatch) -> None:
