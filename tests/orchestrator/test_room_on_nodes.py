@@ -28,7 +28,7 @@ SHAPE = ModelShape.of_config(
         "tie_word_embeddings": True,
     }
 )
-PREPARED: Any = SimpleNamespace(shape=SHAPE, max_model_len=128)
+PREPARED: Any = SimpleNamespace(shape=SHAPE, max_model_len=128, resolved=None)
 SPEC = RunSpec.model_validate(
     {
         "model": {"path": "m", "dtype": "bfloat16"},
