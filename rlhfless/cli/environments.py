@@ -103,7 +103,7 @@ def _show(trial: EnvironmentTrial) -> None:
         console.print(Prose(f"note: {note}"))
     for fault, count in trial.faults.items():
         console.print(Prose(f"fault ({count}x): {fault}", style="red"))
-    console.print(f"{len(trial.episodes)} episodes, {len(trial.faults)} faults ({trial.wall_s:.1f} s)")
+    console.print(f"episodes: {len(trial.episodes)}, different faults: {len(trial.faults)} ({trial.wall_s:.1f} s)")
 
 
 def _figures(episode: Trajectory) -> dict[str, Any]:

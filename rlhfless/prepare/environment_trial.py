@@ -23,6 +23,7 @@ from rlhfless.environments.trajectory import (
     EpisodeStatus,
     EpisodeTask,
     ModelSegment,
+    Parsed,
     Trajectory,
 )
 from rlhfless.environments.workers import EnvironmentWorkers
@@ -221,9 +222,13 @@ def _notes(trial: EnvironmentTrial) -> list[str]:
 
 
 def transcript(episode: Trajectory, tokenizer: Any) -> list[tuple[str, str]]:
-    """Return who speaks and the text, segment by segment: exactly the tokens that the model reads."""
+    """Return who speaks and the text, segment by segment: exactly the tokens that the model reads, and the answer after
+    the last turn, which it does not read."""
     spoken = []
     for segment in episode.segments:
         who = f"model, turn {segment.turn + 1}" if isinstance(segment, ModelSegment) else str(segment.origin)
         spoken.append((who, tokenizer.decode(list(segment.token_ids), skip_special_tokens=False)))
+    ended_by_answer = bool(episode.calls) and episode.segments[-1:] == episode.turns[-1:]
+    if ended_by_answer and episode.turns[-1].parsed is Parsed.CALLS and episode.calls[-1].answer.text:
+        spoken.append(("last answer, which ends the episode", episode.calls[-1].answer.text))
     return spoken

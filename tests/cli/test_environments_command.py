@@ -61,7 +61,8 @@ def test_a_scripted_game_is_played_as_written(command):
     first, second = found["episodes"]
     assert (first["status"], first["reward"], first["turns"], first["calls"][1]["answer"]) == ("done", 1.0, 2, "now 3")
     assert (second["status"], second["reward"], second["turns"]) == ("done", 0.0, 1)
-    assert [part["from"] for part in first["transcript"]] == ["prompt", "model, turn 1", "tool", "model, turn 2"]
+    speakers = ["prompt", "model, turn 1", "tool", "model, turn 2", "last answer, which ends the episode"]
+    assert [part["from"] for part in first["transcript"]] == speakers
     assert "Please:<|im_end|>\n<|im_start|>user\nCount to 3.<|im_end|>" in first["transcript"][0]["text"]
     assert found["tools"][0]["name"] == "add"
     assert found["faults"] == {}
