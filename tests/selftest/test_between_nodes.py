@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rlhfless.cli.main import app
+from rlhfless.fleet import each_node
+from rlhfless.fleet.cluster import Cluster
 from rlhfless.functions.loopback import free_port
 from rlhfless.selftest import between_nodes as module
 from rlhfless.selftest.between_nodes import between_nodes, is_there, join, port_on, take_part
+from rlhfless.selftest.report import node_report, node_without_report
+from rlhfless.spec import PlacementSpec
 
 Answers = tuple[Mapping[str, Any], Mapping[str, str]]
 
@@ -81,3 +90,26 @@ def test_a_node_takes_part_at_the_address_that_ray_has(monkeypatch: pytest.Monke
     assert port_on("10.0.0.1") is None
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.1")
     assert "none of its interfaces" in join("tcp://10.0.0.1:1", ("10.0.0.1", "10.0.0.2"))["fault"]
+
+
+def test_a_node_without_a_report_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node tests itself, the other has an error that the user can correct."""
+    joined: list[PlacementSpec] = []
+
+    async def start(spec: PlacementSpec, _: Path) -> SimpleNamespace:
+        joined.append(spec)
+        return SimpleNamespace(stop=lambda: asyncio.sleep(0))
+
+    def ask(work: Callable[..., Any], *_: Any, **__: Any) -> Answers:
+        if work is not node_report:
+            return {}, {}
+        return {"10.0.0.1": node_without_report("no shared memory")}, {"10.0.0.2": "no C compiler"}
+
+    monkeypatch.setattr(Cluster, "start", start)
+    monkeypatch.setattr(each_node, "ask_each_node", ask)
+    result = CliRunner().invoke(app, ["selftest", "--ray-address", "10.0.0.1:6379"])
+    assert joined[0].ray_address == "10.0.0.1:6379"
+    assert result.exit_code == 1, result.output
+    words = " ".join(result.output.split())
+    assert "between nodes not applicable 0.0 s the cluster has one node" in words
+    assert "node 10.0.0.2 self-test failed 0.0 s no C compiler" in words
