@@ -101,7 +101,6 @@ class Description:
     observes: bool
     ends: bool
     """Whether it has `done()`."""
-    rewards: bool
     snapshots: bool
     replayable: bool
 
@@ -128,7 +127,6 @@ class Environment:
             tools=tuple(tool.schema for tool in self.tools.values()),
             observes=self.has("observe"),
             ends=self.has("done"),
-            rewards=self.has("reward") or plays,
             snapshots=self.has("snapshot"),
             replayable=bool(getattr(self.code, "replayable", False)),
         )

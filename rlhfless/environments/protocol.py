@@ -40,10 +40,11 @@ class EnvironmentSession(Protocol):
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening: ...
 
     async def call(self, number: int, tool: str, arguments: Any) -> Answer:
-        """Call a tool. The model's mistakes are answers."""
-        ...
+        """Call a tool, or `observe` with a text (tool `""`). The model's mistakes are answers.
 
-    async def observe(self, number: int, text: str) -> Answer: ...
+        Asked again with the number of the last call, a session returns the same answer without another call.
+        """
+        ...
 
     async def reward(self) -> float | None:
         """Return the reward of the episode; None without `reward()`."""

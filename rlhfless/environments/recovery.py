@@ -31,7 +31,8 @@ class RecoveredEnvironment:
         self._stack = AsyncExitStack()
         self._session: EnvironmentSession
         self._state: bytes | None = None
-        self._log: list[tuple[int, str, Any, str]] = []
+        self._since: list[tuple[int, str, Any, str]] = []
+        """Calls since the last snapshot, or since the reset, with the digests of their answers."""
         self.is_open = False
         """Whether its session can be asked for a reward."""
 
@@ -43,7 +44,10 @@ class RecoveredEnvironment:
     async def open(self) -> Opening:
         """Return what the environment says first."""
         await self._new_session()
-        return await self._reset()
+        opening = await self._session.reset(self._task.environment_seed, self._task.row)
+        self.is_open = True
+        await self._save()
+        return opening
 
     async def play(self, turn: ModelTurn) -> float | None:
         await self._new_session()
@@ -51,10 +55,9 @@ class RecoveredEnvironment:
 
     async def answer(self, number: int, tool: str, arguments: Any) -> Answer:
         """Answer a call, or an observation (tool `""`)."""
-        answer = await self.run(lambda session: ask(session, number, tool, arguments))
-        self._log.append((number, tool, arguments, answer.digest))
-        if self._description.snapshots:
-            self._state = await self.run(lambda session: session.snapshot())
+        answer = await self.run(lambda session: session.call(number, tool, arguments))
+        self._since.append((number, tool, arguments, answer.digest))
+        await self._save()
         return answer
 
     async def run(self, question: Callable[[EnvironmentSession], Awaitable[T]]) -> T:
@@ -74,28 +77,23 @@ class RecoveredEnvironment:
 
     async def _new_session(self) -> None:
         await self._stack.aclose()
+        self.is_open = False
         self._session = await self._stack.enter_async_context(self._environments.session())
-        self.is_open = True
 
-    async def _reset(self) -> Opening:
-        opening = await self._session.reset(self._task.environment_seed, self._task.row)
+    async def _save(self) -> None:
         if self._description.snapshots:
-            self._state = await self._session.snapshot()
-        return opening
+            self._state = await self.run(lambda session: session.snapshot())
+            self._since.clear()
 
     async def _recover(self) -> None:
         """Bring a new session to the state after the last answer."""
         await self._new_session()
-        if self._state is not None:
+        if self._state is None:
+            await self._session.reset(self._task.environment_seed, self._task.row)
+        else:
             await self._session.restore(self._state)
-            return
-        await self._reset()
-        for number, tool, arguments, digest in self._log:
-            repeated = await ask(self._session, number, tool, arguments)
+        self.is_open = True
+        for number, tool, arguments, digest in self._since:
+            repeated = await self._session.call(number, tool, arguments)
             if repeated.digest != digest:
                 raise NotReplayable(number, tool)
-
-
-async def ask(session: EnvironmentSession, number: int, tool: str, arguments: Any) -> Answer:
-    """Call a tool, or observe (tool `""`)."""
-    return await (session.call(number, tool, arguments) if tool else session.observe(number, arguments))

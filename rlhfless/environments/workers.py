@@ -128,10 +128,6 @@ class _Worker:
         answer: Answer = await self._ask("call", number, tool, arguments)
         return answer
 
-    async def observe(self, number: int, text: str) -> Answer:
-        answer: Answer = await self._ask("observe", number, text)
-        return answer
-
     async def reward(self) -> float | None:
         number: float | None = await self._ask("reward")
         return number
@@ -155,7 +151,7 @@ class _Worker:
 
     async def _ask(self, method: str, *arguments: Any, turn: ModelTurn | None = None) -> Any:
         """Return the reply to one call. Raises EnvironmentFailed; a process that does not reply is killed."""
-        name = f"`{arguments[1]}`" if method == "call" else f"`{method}`"
+        name = f"`{arguments[1] or 'observe'}`" if method == "call" else f"`{method}`"
         if not self.process.is_running:
             raise EnvironmentFailed(f"{name}: the session's process is gone")
         try:

@@ -15,7 +15,6 @@ from rlhfless.environments.chat_format import PlainFormat, TemplateFormat
 from rlhfless.environments.contract import Description
 from rlhfless.environments.episode import play_episode
 from rlhfless.environments.protocol import EnvironmentFailed, EnvironmentSession, Model
-from rlhfless.environments.recovery import ask
 from rlhfless.environments.trajectory import (
     AnswerOutcome,
     EnvironmentCall,
@@ -190,7 +189,7 @@ class _Trial:
 async def _difference(session: EnvironmentSession, calls: Sequence[EnvironmentCall]) -> str:
     """Repeat calls; say which answer differs first, or return an empty text."""
     for call in calls:
-        answer = await ask(session, call.number, call.tool, call.arguments)
+        answer = await session.call(call.number, call.tool, call.arguments)
         if answer.digest != call.answer.digest:
             texts = [(each.text or "")[:80] for each in (call.answer, answer)]
             return f"call {call.number} (`{call.tool or 'observe'}`) first gave {texts[0]!r} and then {texts[1]!r}"

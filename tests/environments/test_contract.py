@@ -182,6 +182,6 @@ def test_a_file_with_one_environment_needs_no_name_and_its_digest_follows_the_fi
     monkeypatch.chdir(tmp_path)
     (tmp_path / "game.py").write_text(GAME)
     first = load("game.py").description
-    assert (first.observes, first.ends, first.rewards, first.snapshots, first.replayable) == (True, *[False] * 4)
+    assert (first.observes, first.ends, first.snapshots, first.replayable) == (True, False, False, False)
     (tmp_path / "game.py").write_text(GAME + "# changed\n")
     assert load("game.py:Game").description.digest != first.digest

@@ -294,6 +294,35 @@ async def test_a_snapshot_is_restored_in_place_of_a_replay():
     assert [each.answer.text for each in episode.calls] == ["higher", "higher", "right"]
 
 
+async def test_a_call_after_the_last_snapshot_is_repeated():
+    class Saved(Guess):
+        replayable = False
+        saves = 0
+
+        def snapshot(self):
+            type(self).saves += 1
+            if self.saves == 2:
+                raise OSError("disk full")
+            return f"{self.secret} {self.left}".encode()
+
+        def restore(self, state):
+            self.secret, self.left = map(int, state.split())
+            self.found = False
+
+    episode, _, _ = await played(Saved, call(1), call(2), call(3), row={"secret": 7})
+    assert (episode.status, len(episode.calls), len(episode.failures)) == (EpisodeStatus.DONE, 3, 1)
+
+
+def test_a_reset_that_hangs_until_the_episode_ends_is_no_failure():
+    class Hangs(Guess):
+        async def reset(self, seed: int, row: dict) -> str:
+            await asyncio.sleep(10**6)
+            return ""
+
+    episode, _, _ = run_virtual(played(Hangs, call(1), episode_s=60))
+    assert (episode.status, episode.reward, episode.failures, episode.segments) == (EpisodeStatus.TIME, None, (), ())
+
+
 async def test_an_environment_that_only_says_it_is_replayable_is_found_out():
     class Liar(Flaky):
         replayable = True

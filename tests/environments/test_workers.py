@@ -96,6 +96,7 @@ async def test_answers_that_are_no_faults_keep_the_process(workers):
         await session.reset(1, {})
         assert (await session.call(1, "do", {"what": "json"})).text == '[1, null, "é \\udcff"]'
         assert (await session.call(2, "do", {"what": "refuse"})).outcome == "refused"
+        assert (await session.call(2, "do", {"what": "exit"})).outcome == "refused"  # the answer that was there
         assert (await session.call(3, "do", {"what": 3})).outcome == "invalid"
     async with workers.session() as session:
         await session.reset(1, {})
