@@ -16,7 +16,7 @@ from typing import Protocol
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.functions.generation.vllm.version import SUPPORTED_RELEASE, installed_version
+from rlhfless.functions.generation.vllm.arguments import SUPPORTED_RELEASE, installed_version
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.records import Decision, FunctionRole, Invocation, StartPhase
 from rlhfless.records.traces import TracedRollout

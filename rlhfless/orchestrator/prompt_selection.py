@@ -8,7 +8,7 @@
   `prompts` chooses prompts without a signal less often. A step's own filter of such groups (`with_redraws`) needs no
   record.
 - The newest responses, as drafts for engines. An engine gets the responses of a prompt with each request for it, and
-  indexes them together with the samples in progress (functions/generation/vllm/drafter.py). They change no sample, so
+  indexes them together with the samples in progress (functions/generation/vllm/drafting.py). They change no sample, so
   they may be lost. The newest responses of each prompt are kept, so that those of older weights disappear, for the most
   recently generated prompts, up to a total number of tokens.
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 VLLM = "functions/generation/vllm"
 CORE, READ_BACK, WEIGHT_ENGINE = f"{VLLM}/core.py", f"{VLLM}/read_back.py", f"{VLLM}/weight_engine.py"
-GENERATORS, KV_FILES, ARGUMENTS = (f"{VLLM}/{name}.py" for name in ("rng_resume", "kv_files", "arguments"))
-SLEEPING, VERIFICATION, DRAFTER = (f"{VLLM}/{name}.py" for name in ("sleeping", "verification", "drafter"))
+KV_FILES, ARGUMENTS = (f"{VLLM}/{name}.py" for name in ("kv_files", "arguments"))
+VERIFICATION, DRAFTING = (f"{VLLM}/{name}.py" for name in ("verification", "drafting"))
 QUANTISED, SCHEDULER = f"{VLLM}/fp8.py", f"{VLLM}/scheduler.py"
-PASSES = f"{VLLM}/spec_decode_runner.py"
 ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
 ATTENTION, FORM = "functions/prefix_attention.py", "functions/attention_form.py"
@@ -121,23 +120,23 @@ VLLM_NAMES = (
                 "import a model's class without a second Python", has=("load_model_cls",)),
     PrivateName("vllm.outputs.CompletionOutput", (CORE,), "weight versions of spans of a response",
                 has=("weight_versions",)),
-    PrivateName("vllm.platforms.current_platform", (GENERATORS, WEIGHT_ENGINE, SLEEPING, VERIFICATION,
+    PrivateName("vllm.platforms.current_platform", (VERIFICATION, WEIGHT_ENGINE, WEIGHT_ENGINE, VERIFICATION,
                 QUANTISED), "whether this is a CPU, and its codes for fp8", has=("is_cpu", "fp8_dtype")),
-    PrivateName("vllm.v1.worker.gpu_model_runner", (GENERATORS,), "its request states are replaced by ours",
+    PrivateName("vllm.v1.worker.gpu_model_runner", (VERIFICATION,), "its request states are replaced by ours",
                 has=("CachedRequestState",)),
-    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner", (WEIGHT_ENGINE, PASSES), "what a pass verifies",
+    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner", (WEIGHT_ENGINE, DRAFTING), "what a pass verifies",
                 has=("execute_model", "sample_tokens", "propose_draft_token_ids", "speculative_config",
                      "model_config", "drafter", "use_async_scheduling", "_draft_token_ids", "_draft_token_req_ids")),
-    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens", (PASSES,), "the second half of a pass",
-                takes=("grammar_output",)),
-    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner.execute_model", (PASSES,), "the first half of a pass",
-                takes=("scheduler_output",)),
-    PrivateName("vllm.v1.core.sched.output.SchedulerOutput", (PASSES, SCHEDULER),
+    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens", (DRAFTING,),
+                "the second half of a pass", takes=("grammar_output",)),
+    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner.execute_model", (DRAFTING,),
+                "the first half of a pass", takes=("scheduler_output",)),
+    PrivateName("vllm.v1.core.sched.output.SchedulerOutput", (DRAFTING, SCHEDULER),
                 "the drafts of a pass, and how many come next",
                 has=("scheduled_spec_decode_tokens", "finished_req_ids", "num_spec_tokens_to_schedule")),
-    PrivateName("vllm.v1.outputs.ModelRunnerOutput", (PASSES, SCHEDULER), "what a pass has drawn",
+    PrivateName("vllm.v1.outputs.ModelRunnerOutput", (DRAFTING, SCHEDULER), "what a pass has drawn",
                 has=("logprobs", "req_ids", "req_id_to_index", "sampled_token_ids")),
-    PrivateName("vllm.v1.worker.gpu_input_batch.CachedRequestState", (GENERATORS,),
+    PrivateName("vllm.v1.worker.gpu_input_batch.CachedRequestState", (VERIFICATION,),
                 "continue a request's random numbers", has=("sampling_params", "generator", "output_token_ids")),
     PrivateName("vllm.v1.sample.rejection_sampler.RejectionSampler", (VERIFICATION,), "drafts are verified by drawing",
                 has=("forward", "sampler")),
@@ -164,7 +163,7 @@ VLLM_NAMES = (
                        "is_drafting", "use_fp64")),
     PrivateName("vllm.v1.metrics.stats.RequestSpecDecodeMetrics", (CORE,), "drafts of a response, and how many were "
                 "accepted", has=("per_step_drafted", "per_step_accepted", "num_spec_tokens")),
-    PrivateName("vllm.config.SpeculativeConfig", (DRAFTER,), "most drafts of a pass", has=("num_speculative_tokens",)),
+    PrivateName("vllm.config.SpeculativeConfig", (DRAFTING,), "most drafts of a pass", has=("num_speculative_tokens",)),
     PrivateName("vllm.distributed.get_tensor_model_parallel_rank", (KV_FILES, WEIGHT_ENGINE), "the worker's own part"),
     PrivateName("vllm.distributed.get_tensor_model_parallel_world_size", (WEIGHT_ENGINE,), "its share of the hashing"),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1", (KV_FILES,),
@@ -172,7 +171,7 @@ VLLM_NAMES = (
                 has=("_kv_transfer_config", "_get_connector_metadata", "request_finished", "register_kv_caches")),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorMetadata", (KV_FILES,), "the same"),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorRole", (KV_FILES,), "the same"),
-    PrivateName("vllm.config.VllmConfig", (KV_FILES, CORE, DRAFTER),
+    PrivateName("vllm.config.VllmConfig", (KV_FILES, CORE, DRAFTING),
                 "its parts",
                 has=("cache_config", "model_config")),
     PrivateName("vllm.config.CompilationConfig", (STARTS,), "a start's phases",
@@ -269,7 +268,7 @@ TORCH_NAMES = (
                 has=("_spec",)),
     PrivateName("torch.nn.Module", (PUBLISHING,), "buffers that a checkpoint leaves out",
                 has=("_non_persistent_buffers_set",)),
-    PrivateName("torch._C._host_emptyCache", (SLEEPING,), "unpin what an engine slept in", takes=()),
+    PrivateName("torch._C._host_emptyCache", (WEIGHT_ENGINE,), "unpin what an engine slept in", takes=()),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", (REHEARSAL,), "a step without data",
                 takes=("allow_non_fake_inputs",)),
     PrivateName("torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker", (REHEARSAL,), "the memory of a step",
@@ -332,31 +331,33 @@ NAMES = (*RAY_NAMES, *TORCH_NAMES, *TRANSFORMERS_NAMES, *OTHER_NAMES)
 """Those that are imported here; VLLM_NAMES are imported in a process of their own."""
 
 TEXTS = (
-    SourceText("self.kv_caches", "vllm/v1/worker/gpu_model_runner.py", (SLEEPING,), "the memory of the KV cache"),
-    SourceText("layer.cpu_linear = ", "vllm/model_executor/layers/utils.py", (SLEEPING,), "packed weights of a CPU"),
+    SourceText("self.kv_caches", "vllm/v1/worker/gpu_model_runner.py", (WEIGHT_ENGINE,), "the memory of the KV cache"),
+    SourceText("layer.cpu_linear = ", "vllm/model_executor/layers/utils.py", (WEIGHT_ENGINE,),
+               "packed weights of a CPU"),
     SourceText('"Loading weights took %.2f seconds"', "vllm/model_executor/model_loader/default_loader.py",
                (STARTS,), "the log says how long reading the weights took"),
     SourceText('"Graph capturing finished in %.0f secs', "vllm/v1/worker/gpu/model_runner.py", (STARTS,),
                "the log says how long the capture of graphs took"),
-    SourceText("gen.set_offset(gen.get_offset() - 4)", "vllm/v1/worker/gpu_model_runner.py", (GENERATORS,),
+    SourceText("gen.set_offset(gen.get_offset() - 4)", "vllm/v1/worker/gpu_model_runner.py", (VERIFICATION,),
                "a prefill in several iterations sets a generator back by an offset"),
-    SourceText("req_state = CachedRequestState(", "vllm/v1/worker/gpu_model_runner.py", (GENERATORS,),
+    SourceText("req_state = CachedRequestState(", "vllm/v1/worker/gpu_model_runner.py", (VERIFICATION,),
                "the runner makes request states by the name that we replace"),
     SourceText('"Graph capturing finished in %.0f', "vllm/v1/worker/gpu_model_runner.py", (STARTS,), "a start"),
     SourceText("Loading weights took", "vllm/model_executor/model_loader/default_loader.py", (STARTS,), "the same"),
     SourceText("use_spec_decode = self.speculative_config is not None\n        if not use_spec_decode:",
-               "vllm/v1/worker/gpu_model_runner.py", (PASSES,), "a runner without this setting takes the plain path"),
+               "vllm/v1/worker/gpu_model_runner.py", (DRAFTING,), "a runner without this setting takes the plain path"),
     SourceText("self._draft_token_req_ids = self.input_batch.req_ids.copy()", "vllm/v1/worker/gpu_model_runner.py",
-               (PASSES,), "whose drafts the scheduler gets"),
-    SourceText("if self.num_speculative_tokens == 0:", "vllm/v1/spec_decode/llm_base_proposer.py", (PASSES,),
+               (DRAFTING,), "whose drafts the scheduler gets"),
+    SourceText("if self.num_speculative_tokens == 0:", "vllm/v1/spec_decode/llm_base_proposer.py", (DRAFTING,),
                "a draft model that is asked for no drafts reads what was drawn"),
     SourceText("cast(Any, self.drafter).propose(\n                sampled_token_ids,\n                "
-               "self.input_batch.num_tokens_no_spec,", "vllm/v1/worker/gpu_model_runner.py", (DRAFTER,),
+               "self.input_batch.num_tokens_no_spec,", "vllm/v1/worker/gpu_model_runner.py", (DRAFTING,),
                "how a drafter of our own is asked, once the tokens are in the request's state"),
     SourceText("sampled = gumbel_sample(\n                processed_logits,\n                expanded_idx_mapping,",
                "vllm/v1/worker/gpu/sample/sampler.py", (VERIFICATION,), "draws without drafts in the newer runner"),
-    SourceText("seeds[i] = torch.randint(", "vllm/v1/sample/ops/topk_topp_sampler.py", (GENERATORS,), "draws on a CPU"),
-    SourceText("q[i].exponential_(generator=generator)", "vllm/v1/sample/ops/topk_topp_sampler.py", (GENERATORS,),
+    SourceText("seeds[i] = torch.randint(", "vllm/v1/sample/ops/topk_topp_sampler.py", (VERIFICATION,),
+               "draws on a CPU"),
+    SourceText("q[i].exponential_(generator=generator)", "vllm/v1/sample/ops/topk_topp_sampler.py", (VERIFICATION,),
                "draws on a GPU"),
     SourceText('raise Exception(\n                        "The current node timed out', "ray/_private/node.py",
                (SESSION,), "a Ray that is not up in time is told by a bare Exception"),

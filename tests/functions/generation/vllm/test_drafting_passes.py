@@ -49,8 +49,7 @@ class FakeRunner:
 
 
 def runner_of(**changes: Any) -> tuple[FakeRunner, Any]:
-    from rlhfless.functions.generation.vllm.drafter import SuffixDrafter
-    from rlhfless.functions.generation.vllm.spec_decode_runner import DraftingPasses
+    from rlhfless.functions.generation.vllm.drafting import DraftingPasses, SuffixDrafter
 
     config: Any = SimpleNamespace(speculative_config=CONFIG, model_config=SimpleNamespace(max_model_len=100))
     runner = FakeRunner(SuffixDrafter(config), **{"hybrid": False, **changes})
@@ -96,7 +95,7 @@ def test_recurrent_layers_are_told_of_drafts_that_are_not_there() -> None:
 def test_where_drafts_are_measured_to_lose_passes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock says that verifying takes a hundred times as long. Nothing is drafted from then on, but for retries;
     a response that ends meanwhile is known to its siblings all the same."""
-    from rlhfless.functions.generation.vllm import spec_decode_runner as module
+    from rlhfless.functions.generation.vllm import drafting as module
 
     now_s = 0.0
     monkeypatch.setattr(module.time, "perf_counter", lambda: now_s)

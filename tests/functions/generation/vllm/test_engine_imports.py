@@ -11,10 +11,7 @@ from fakes.repository import ROOT
 
 BARE = ROOT / "benchmarks" / "bare.py"
 
-INSIDE = (
-    "core", "drafter", "rng_resume", "kv_files", "fp8", "read_back", "scheduler", "sleeping",
-    "verification", "weight_engine",
-)  # fmt: skip
+INSIDE = ("core", "drafting", "kv_files", "fp8", "read_back", "scheduler", "verification", "weight_engine")
 """Modules of functions/generation/vllm that are imported beside vLLM."""
 
 ABSENT = "import sys; found = {'numba', 'llvmlite'} & sys.modules.keys(); assert not found, found"

@@ -14,8 +14,8 @@ import pytest
 import rlhfless
 from rlhfless.functions.cuda import FLASHINFER
 from rlhfless.functions.generation.engine import EngineSettings
+from rlhfless.functions.generation.vllm import arguments
 from rlhfless.functions.generation.vllm import arguments as arguments_module
-from rlhfless.functions.generation.vllm import version
 from rlhfless.functions.generation.vllm.arguments import (
     DRAFTERS,
     engine_arguments,
@@ -268,24 +268,24 @@ def test_the_token_of_a_store_is_not_printed() -> None:
 
 @pytest.mark.parametrize("installed", ["0.32.0", "0.32.1+cpu", "0.32.0rc1"])
 def test_supported_vllm(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
-    monkeypatch.setattr(version.metadata, "version", lambda _name: installed)
-    version.require_supported_vllm()
+    monkeypatch.setattr(arguments.metadata, "version", lambda _name: installed)
+    arguments.require_supported_vllm()
 
 
 @pytest.mark.parametrize("installed", ["0.31.9", "0.33.0", "1.32.0", "0.320.0"])
 def test_other_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
-    monkeypatch.setattr(version.metadata, "version", lambda _name: installed)
+    monkeypatch.setattr(arguments.metadata, "version", lambda _name: installed)
     with pytest.raises(RuntimeError, match=rf"vLLM {installed} is installed, .* 0.32"):
-        version.require_supported_vllm()
+        arguments.require_supported_vllm()
 
 
 def test_missing_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
-        raise version.metadata.PackageNotFoundError(name)
+        raise arguments.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(version.metadata, "version", missing)
+    monkeypatch.setattr(arguments.metadata, "version", missing)
     with pytest.raises(RuntimeError, match="not installed"):
-        version.require_supported_vllm()
+        arguments.require_supported_vllm()
 
 
 async def test_frames_cross_whole_and_in_order() -> None:

@@ -18,12 +18,12 @@ class Packed:
 
 def made_worker() -> Any:
     """Imported here: vLLM takes seconds, in each process that reads this file."""
-    from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
+    from rlhfless.functions.generation.vllm.weight_engine import StoreWorkerExtension
 
     layer = torch.nn.Linear(2048, 2048)
     layer.cpu_linear = Packed(layer.weight.detach().clone())  # type: ignore[assignment]
     caches = [torch.ones(8 * MIB), (torch.ones(4 * MIB), torch.ones(4 * MIB))]
-    worker: Any = SleepingWorker()
+    worker: Any = StoreWorkerExtension()
     worker.model_runner = SimpleNamespace(model=torch.nn.Sequential(layer), kv_caches=caches)
     return worker
 
