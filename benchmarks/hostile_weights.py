@@ -194,21 +194,19 @@ class Bench:
             self.core.load(self._published())
 
     def _start_learner(self, rate: float) -> None:
+        from rlhfless.functions.base import RankPlace
         from rlhfless.functions.learner.rank import LearnerRank
         from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
 
         # The engine of this process has formed the group of one already.
         with mock.patch("torch.distributed.init_process_group"):
             self.rank = LearnerRank(
+                RankPlace(),
                 ModelSpec(path=str(self.folder / "model"), dtype=self.dtype),  # type: ignore[arg-type]
                 LearnerSpec(threads=1),
                 AdamWSpec(learning_rate=rate),
                 GRPOSpec(),
                 1.0,
-                rank=0,
-                world_size=1,
-                init_method="",
-                timeout_s=60,
             )
 
     def _published(self, tensors: dict[str, torch.Tensor] | None = None, *, read_back: bool = True) -> PublishedWeights:

@@ -33,6 +33,7 @@ from where import machine
 
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.passes import Passes
+from rlhfless.functions.base import RankPlace
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
@@ -128,15 +129,12 @@ class Ours:
         learner = LearnerSpec(threads=threads, micro_batch_tokens=micro_batch_tokens)
         rendezvous = Path(tempfile.mkdtemp()) / "rendezvous"
         self._rank = LearnerRank(
+            RankPlace(address=f"file://{rendezvous}"),
             ModelSpec(path=model),
             learner,
             OPTIMIZER,
             GRPOSpec(),
             1.0,
-            rank=0,
-            world_size=1,
-            init_method=f"file://{rendezvous}",
-            timeout_s=60,
         )
 
     def step(self, batch: PackedBatch) -> None:

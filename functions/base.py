@@ -118,6 +118,18 @@ class DistributedSettings(FunctionSettings):
 
 
 @dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The place of a rank among those of its function."""
+
+    rank: int = 0
+    ranks: int = 1
+    address: str = ""
+    """Where the ranks meet: `tcp://host:port`, or `file:///path`."""
+    timeout_s: float = 60.0
+    """Limit of the rendezvous and of each collective operation; torch's error names the operation."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallResult(Generic[T]):
     """The value of a call and its work."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
@@ -58,7 +58,17 @@ class Launch:
         """Return the planned bytes of a replica or rank in an allocation, by phase."""
         return self.planned_bytes(allocation.devices[0].kind, allocation.ranks).get(kind.name, {})
 
-    def rank_bindings(self, kind: FunctionSpec, allocation: Allocation) -> tuple[DeviceBinding, ...]:
+    def of_ranks(self, kind: FunctionSpec, allocation: Allocation) -> dict[str, Any]:
+        """Return the fields of DistributedSettings for a replica."""
+        return {
+            "run_id": self.run_id,
+            "lease": self.lease,
+            "rank_bindings": self._rank_bindings(kind, allocation),
+            "call_timeout_s": self.spec.timeouts.call_s,
+            "planned": self.planned(kind, allocation),
+        }
+
+    def _rank_bindings(self, kind: FunctionSpec, allocation: Allocation) -> tuple[DeviceBinding, ...]:
         """Return the devices of each rank of a replica."""
         wanted = kind.wanted(self.spec)
         ranks = allocation.ranks or (1 if wanted is None else wanted.ranks)

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlhfless.algorithms.base import ActorCritic, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.attention_form import load_fused
-from rlhfless.functions.critic.rank import NEW_VALUES, CriticRank
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
 from rlhfless.functions.policy import (
@@ -35,6 +34,7 @@ from rlhfless.functions.policy import (
     response_outputs,
 )
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, set_gradient_reduction, shard
+from rlhfless.functions.training.critic import NEW_VALUES, CriticRank
 from rlhfless.functions.training.optimizer import ShardedAdamW
 from rlhfless.functions.training.rank import TrainingRank
 from rlhfless.records import FinishReason, Group, Prompt, Rollout

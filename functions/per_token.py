@@ -5,15 +5,14 @@ Contains its controller, its ranks, their settings, and the interface of a rank'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, CallResult, DistributedSettings, admitted
+from rlhfless.functions.base import DistributedSettings
 from rlhfless.functions.launching import Launch
-from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.functions.ranks.controller import DistributedFunction
+from rlhfless.functions.ranks import DistributedFunction, RankActor
 from rlhfless.records import FloatArray
 from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
@@ -23,8 +22,6 @@ from rlhfless.spec.imports import add_import_paths, import_paths, load_target
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-
-    from rlhfless.algorithms.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +67,9 @@ PHASE = "logprobs"
 
 
 class PerTokenActor(RankActor[PerTokenSettings]):
-    """One rank; rank 0 returns the values of all ranks."""
+    """One rank; its model is a PerTokenWorker."""
+
+    phases: ClassVar[Mapping[str, str]] = {"compute": PHASE}
 
     def _load(self, address: str) -> None:
         from rlhfless.functions.sharding import join_frozen
@@ -79,17 +78,7 @@ class PerTokenActor(RankActor[PerTokenSettings]):
         self.named = settings.function
         add_import_paths(settings.import_paths)
         with self._at_work(PHASE):
-            mesh = join_frozen(address, self._number, len(settings.rank_bindings), settings.call_timeout_s)
-            self._worker: PerTokenWorker = load_target(settings.worker)(settings, self._threads, mesh)
-
-    def kept_on_device(self) -> Iterable[torch.Tensor]:
-        return self._worker.kept_on_device()
-
-    def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
-        """Run the worker's `compute`; the values are None on all ranks but 0. *Collective.*"""
-        with self._at_work(PHASE):
-            values, shared_tokens = self._worker.compute(batch)
-        return None if self._number else values, shared_tokens
+            self._rank = load_target(settings.worker)(settings, self._threads, join_frozen(self._place(address)))
 
 
 class PerTokenFunction(DistributedFunction):
@@ -106,8 +95,6 @@ class PerTokenFunction(DistributedFunction):
         """Return the settings of a replica for an allocation with bound devices."""
         spec = launch.spec
         return PerTokenSettings(
-            run_id=launch.run_id,
-            lease=launch.lease,
             function=kind.name,
             worker=kind.worker,
             model=launch.within_context(spec.model),
@@ -116,14 +103,7 @@ class PerTokenFunction(DistributedFunction):
             share_prefixes=spec.learner.share_prefixes,
             logits_elements=spec.learner.logits_elements,
             temperature=spec.generation.temperature,
-            rank_bindings=launch.rank_bindings(kind, allocation),
-            call_timeout_s=spec.timeouts.call_s,
-            planned=launch.planned(kind, allocation),
             own=kind.settings,
             import_paths=import_paths(),
+            **launch.of_ranks(kind, allocation),
         )
-
-    @admitted
-    async def compute(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
-        """Compute the output `[tokens]` of a packed batch; 0 on tokens that were not generated."""
-        return await self._per_token(batch)

@@ -31,6 +31,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from rlhfless.functions.base import RankPlace
+
 INSIDE = "run_inside"
 """Name of the method added to a sharded model: it runs any function as one forward pass of the whole model."""
 
@@ -44,30 +46,26 @@ def default_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def join(
-    init_method: str, rank: int, ranks: int, timeout_s: float, shard_ranks: int | None = None
-) -> tuple[torch.device, DeviceMesh]:
-    """Meet the other ranks at `init_method`, and return this rank's device and the mesh.
+def join(place: RankPlace, shard_ranks: int | None = None) -> tuple[torch.device, DeviceMesh]:
+    """Meet the other ranks, and return this rank's device and the mesh.
 
-    `init_method` is `tcp://host:port` or `file:///path`. `shard_ranks` neighbours split a model, by default all
-    ranks. `timeout_s` bounds the rendezvous and each collective operation; torch raises an error that names the
-    operation.
+    `shard_ranks` neighbours split a model, by default all ranks.
     """
-    device, timeout = default_device(), timedelta(seconds=timeout_s)
+    device, timeout = default_device(), timedelta(seconds=place.timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL uses the current device
     # Tensors offloaded to host memory are reduced there.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method, timeout, world_size=ranks, rank=rank)
-    return device, mesh_of(device, ranks, shard_ranks, timeout)
+    dist.init_process_group(backend, place.address, timeout, world_size=place.ranks, rank=place.rank)
+    return device, mesh_of(device, place.ranks, shard_ranks, timeout)
 
 
-def join_frozen(init_method: str, rank: int, ranks: int, timeout_s: float) -> DeviceMesh | None:
+def join_frozen(place: RankPlace) -> DeviceMesh | None:
     """Join for a model that is never trained; see `join`.
 
     Returns None for a single rank, where a group would only gather a second copy of the weights.
     """
-    return join(init_method, rank, ranks, timeout_s)[1] if ranks > 1 else None
+    return join(place)[1] if place.ranks > 1 else None
 
 
 def mesh_of(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,7 @@ from rlhfless.spec.generation import Quantization
 from rlhfless.weights.address import StoreAddress
 
 if TYPE_CHECKING:
-    from rlhfless.functions.learner.rank import LearnerRank
-    from rlhfless.functions.learner.supervised import SupervisedRank
+    from rlhfless.functions.learner.rank import LearnerRank, SupervisedRank
     from rlhfless.weights.store import WeightStore
 
 EXPORTED = "exported-state"
@@ -90,10 +89,14 @@ class LearnerSettings(TrainedSettings):
     """Newest versions to keep in the store for steps that may still generate with them (scaling.memory)."""
 
 
+LEARNER_PHASES: Mapping[str, str] = {**TrainingActor.phases, "evaluate": "learn", "export_state": "checkpoint"}
+
+
 class LearnerActor(TrainingActor[LearnerSettings]):
     """Rank `rank` of the learner; rank 0 publishes."""
 
     named = "learner"
+    phases = LEARNER_PHASES
     _rank: LearnerRank
     _store: Any
     """A WeightStore, or a BucketStore if engines share the ranks' GPUs."""
@@ -130,8 +133,9 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         with self._at_work("publish"), self._as_published(averaged):
             tokens = self._settings.probe_token_ids if self._settings.read_back else ()
             stream, samples = self._rank.published(tokens)
-            if averaged:
-                self._forget_average()
+            # An average that equals a live version, because there were no updates, stays.
+            if averaged and self._averaged is not None and self._averaged not in self._published:
+                self._store.delete(self._averaged)
             try:
                 if self._number:
                     return ()
@@ -169,11 +173,6 @@ class LearnerActor(TrainingActor[LearnerSettings]):
     def _as_published(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
         return self._rank.averaged() if averaged else contextlib.nullcontext()
 
-    def _forget_average(self) -> None:
-        """Delete the last average, unless it equals a live version because there were no updates."""
-        if self._averaged is not None and self._averaged not in self._published:
-            self._store.delete(self._averaged)
-
     def _forget_old(self, version: WeightVersion) -> None:
         """Delete versions beyond `kept_versions`."""
         self._published = [*(each for each in self._published if each != version), version]
@@ -185,10 +184,11 @@ class SupervisedActor(TrainingActor[LearnerSettings]):
     """Rank `rank` of a supervised learner. Publishes nothing."""
 
     named = "learner"
+    phases = LEARNER_PHASES
     _rank: SupervisedRank
 
     def _load(self, address: str) -> None:
-        from rlhfless.functions.learner.supervised import SupervisedRank
+        from rlhfless.functions.learner.rank import SupervisedRank
 
         self._rank = self._joined(address, SupervisedRank, self._settings.run_type, self._settings.dpo)
 
@@ -212,8 +212,6 @@ class LearnerFunction(TrainedFunction):
         """Return a replica's settings for an allocation with bound devices."""
         spec = launch.spec
         return LearnerSettings(
-            run_id=launch.run_id,
-            lease=launch.lease,
             model=launch.within_context(spec.model),
             training=spec.learner,
             optimizer=spec.optimizer,
@@ -231,9 +229,7 @@ class LearnerFunction(TrainedFunction):
                 spec.scaling.generation.most_actors * spec.generation.engine.devices_per_actor,
             ),
             kept_versions=kept_versions(spec.schedule.steps_ahead),
-            rank_bindings=launch.rank_bindings(kind, allocation),
-            call_timeout_s=spec.timeouts.call_s,
-            planned=launch.planned(kind, allocation),
+            **launch.of_ranks(kind, allocation),
         )
 
     @admitted

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 
 from rlhfless.algorithms.base import LossInputs, LossOutputs, algorithm_of, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared
 from rlhfless.algorithms.passes import Passes
+from rlhfless.algorithms.supervised import SupervisedInputs, objective_of
+from rlhfless.functions.base import RankPlace
+from rlhfless.functions.batching import MicroBatches, cut_pairs, deal_pairs
 from rlhfless.functions.learner.exact_forward import ExactForward
-from rlhfless.functions.policy import PolicyNetwork, response_logprobs
-from rlhfless.functions.ranks.shares import all_reduce_rows, share_logprobs
+from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, response_logprobs, response_outputs
+from rlhfless.functions.shares import all_reduce_rows, share_logprobs, share_outputs
+from rlhfless.functions.training.critic import load_critic, values_of
 from rlhfless.functions.training.publishing import Lent, gathered_as, published_stream, sampling
 from rlhfless.functions.training.rank import TrainingRank, load_trained_policy
 from rlhfless.prefixes.packing import PackedSegments
-from rlhfless.records import FloatArray, WeightSample
-from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
+from rlhfless.records import FloatArray, IntArray, WeightSample
+from rlhfless.spec import AdamWSpec, AlgorithmSpec, DPOSpec, LearnerSpec, ModelSpec, RunType
 from rlhfless.spec.generation import Quantization
 from rlhfless.weights.files import TensorStream
 
@@ -31,31 +36,19 @@ class LearnerRank(TrainingRank):
 
     def __init__(
         self,
+        place: RankPlace,
         model: ModelSpec,
         learner: LearnerSpec,
         optimizer: AdamWSpec,
         algorithm: AlgorithmSpec,
         temperature: float,
         quantization: Quantization = "off",
-        *,
-        rank: int,
-        world_size: int,
-        init_method: str,
-        timeout_s: float,
     ) -> None:
         """`temperature` and `quantization` are those of the engines; see TrainingRank for the rest."""
         self._algorithm = algorithm_of(algorithm)
         self._entropy_gradient = algorithm.needs.entropy_gradient
         self._temperature = temperature
-        super().__init__(
-            model,
-            learner,
-            optimizer,
-            rank=rank,
-            world_size=world_size,
-            init_method=init_method,
-            timeout_s=timeout_s,
-        )
+        super().__init__(place, model, learner, optimizer)
         self._probing = ExactForward(self._policy, trust_remote_code=model.trust_remote_code, quantization=quantization)
 
     def _load(self, device: torch.device) -> PolicyNetwork:
@@ -138,3 +131,73 @@ class LearnerRank(TrainingRank):
         outputs = self._algorithm.loss(inputs)
         metrics = common_metrics(inputs) | outputs.metrics | {"loss": outputs.loss}
         return self._share(LossOutputs(outputs.loss, metrics), current.logprobs)
+
+
+class SupervisedRank(TrainingRank):
+    """A rank of a supervised learner (see TrainingRank), with batches of rlhfless.algorithms.supervised."""
+
+    _training: LearnerSpec
+
+    def __init__(
+        self,
+        place: RankPlace,
+        model: ModelSpec,
+        learner: LearnerSpec,
+        optimizer: AdamWSpec,
+        run_type: RunType,
+        dpo: DPOSpec,
+    ) -> None:
+        self._type = run_type
+        self._objective = objective_of(run_type, dpo, learner.dtype)
+        super().__init__(place, model, learner, optimizer)
+
+    def _load(self, device: torch.device) -> PolicyNetwork:
+        if self._type != "reward_model":
+            return load_trained_policy(self._spec, self._training, device, self._mesh)
+        return load_critic(self._spec, self._training, device, self._mesh, new_head=True)
+
+    @property
+    def _outputs(self) -> Outputs:
+        """The output per learned token: its logprob, or the score of its sequence."""
+        return values_of(self._policy) if self._type == "reward_model" else logprob_outputs(self._policy, 1.0)
+
+    def evaluate(self, batch: PackedBatch) -> FloatArray:
+        """Compute outputs `[tokens]` of the whole batch, 0 on tokens that are not learned, on every rank. *Collective.*
+
+        Uses the average of the weights if there is one.
+        """
+        with self.averaged():
+            values, _ = share_outputs(self._policy, batch, self._outputs, self._training.pass_tokens)
+            return all_reduce_rows(self._policy, values)
+
+    def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
+        """Take a training step (see TrainingRank). *Collective.*"""
+        return self._updates(passes.over(batch), passes.planned_updates)
+
+    def _weight(self, batch: PackedBatch) -> int:
+        return batch.denominators.tokens if self._type == "sft" else batch.denominators.groups
+
+    def _sequences_of_rank(self, batch: PackedBatch) -> IntArray:
+        if self._type == "sft":
+            return super()._sequences_of_rank(batch)
+        return deal_pairs(batch, self._mesh.size())[self._mesh.get_rank()]
+
+    def _cut(self, batch: PackedBatch) -> MicroBatches:
+        if self._type == "sft":
+            return super()._cut(batch)
+        return cut_pairs(batch, self._training.pass_tokens, packing=self._policy.packing)
+
+    def _loss(
+        self, batch: PackedBatch, packed: PackedSegments | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        outputs, *_ = response_outputs(self._policy, batch, self._outputs, packed)
+        of_tokens, reference = partial(self._of_responses, batch), batch.reference_logprobs
+        inputs = SupervisedInputs(
+            outputs,
+            of_tokens(batch.sequence_id),
+            batch.denominators.tokens,
+            batch.denominators.groups,
+            None if reference is None else of_tokens(reference),
+        )
+        given = self._objective.loss(inputs)
+        return self._share(LossOutputs(given.loss, {"loss": given.loss} | given.metrics), outputs)

@@ -1,4 +1,4 @@
-"""The controller and rank actors of a function that trains a model (rlhfless.functions.ranks).
+"""The controller and rank actors of a function that trains a model (rlhfless.functions.ranks), and of the critic.
 
 `learn` sends the whole batch to all ranks. It is idempotent by step: a repeated call gets the first call's answer, so a
 retry never takes a second optimiser step. After a lost rank, a new replica resumes from a checkpoint.
@@ -17,14 +17,16 @@ import ray
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.base import Call, CallResult, CallUsage, DistributedSettings, Reply, admitted
-from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.functions.ranks.controller import DistributedFunction
-from rlhfless.spec import AdamWSpec, AlgorithmSpec, ModelSpec, TrainingSpec
+from rlhfless.functions.launching import Launch
+from rlhfless.functions.ranks import DistributedFunction, RankActor
+from rlhfless.scaling.function_specs import FunctionSpec
+from rlhfless.scaling.placement import Allocation
+from rlhfless.spec import AdamWSpec, AlgorithmSpec, CriticSpec, ModelSpec, TrainingSpec
 
 if TYPE_CHECKING:
-    import torch
-
+    from rlhfless.functions.training.critic import CriticRank
     from rlhfless.functions.training.rank import TrainingRank
+
 
 Learned: TypeAlias = Reply[Mapping[str, float]]
 """The metrics of a training step."""
@@ -112,37 +114,17 @@ R = TypeVar("R", bound="TrainingRank")
 class TrainingActor(RankActor[S]):
     """Rank `rank` of a trained model."""
 
-    phases: ClassVar[Mapping[str, str]] = {
-        "evaluate": "learn",
-        "export_state": "checkpoint",
-        "restore": "restore",
-        "save": "checkpoint",
-    }
+    phases: ClassVar[Mapping[str, str]] = {"restore": "restore", "save": "checkpoint"}
     _rank: TrainingRank
     """Set by `_load`."""
 
     def _joined(self, address: str, rank: Callable[..., R], *own: Any) -> R:
-        """Create this rank's model of class `rank` and join the other ranks at `address`. *Collective.*
-
-        `own`: arguments specific to that class.
-        """
+        """Create this rank's model of class `rank`, with its `own` arguments, among the others. *Collective.*"""
         settings, training = self._settings, self._settings.training
         if training.threads is None and settings.rank_bindings[self._number].kind == "cpu":
             training = training.model_copy(update={"threads": self._threads})
         with self._at_work("learn"):
-            return rank(
-                settings.model,
-                training,
-                settings.optimizer,
-                *own,
-                rank=self._number,
-                world_size=len(settings.rank_bindings),
-                init_method=address,
-                timeout_s=settings.call_timeout_s,
-            )
-
-    def kept_on_device(self) -> list[torch.Tensor]:
-        return self._rank.kept_on_device()
+            return rank(self._place(address), settings.model, training, settings.optimizer, *own)
 
     def learn(self, batch: PackedBatch, passes: Passes) -> Mapping[str, float]:
         """Take a training step (TrainingRank.learn); add this call's `shared_prompt_tokens`. *Collective.*"""
@@ -168,3 +150,43 @@ class TrainingActor(RankActor[S]):
         except Exception as error:  # every kind of store raises errors of its own
             return f"node {self.node()}: {type(error).__name__}: {error}"
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings(TrainedSettings):
+    """Settings of a critic replica. `model` is its initial model."""
+
+    training: CriticSpec
+
+
+class CriticActor(TrainingActor[CriticSettings]):
+    """Rank `rank` of the critic."""
+
+    named = "critic"
+    phases: ClassVar[Mapping[str, str]] = {**TrainingActor.phases, "compute": "values"}
+    _rank: CriticRank
+
+    def _load(self, address: str) -> None:
+        from rlhfless.functions.training.critic import CriticRank
+
+        self._rank = self._joined(address, CriticRank, self._settings.algorithm)
+
+
+class CriticFunction(TrainedFunction):
+    """The controller of the critic. A checkpoint of the run includes the state of critic and learner."""
+
+    named = "critic"
+    actor = CriticActor
+
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> CriticSettings:
+        """Return a replica's settings for an allocation with bound devices."""
+        spec = launch.spec
+        assert spec.critic is not None, "the kind is wanted with it alone"
+        return CriticSettings(
+            model=launch.within_context(spec.critic_source),
+            training=spec.critic,
+            optimizer=spec.critic.optimizer,
+            algorithm=spec.algorithm,
+            **launch.of_ranks(kind, allocation),
+        )

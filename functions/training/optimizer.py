@@ -1,14 +1,19 @@
-"""AdamW (arXiv 1711.05101) over one rank's shards: clipping by the global norm, learning rate, checkpoint state."""
+"""AdamW (arXiv 1711.05101) over one rank's shards: clipping by the global norm, learning rate, checkpoint state.
+
+`WeightAverage` keeps an exponential moving average of the weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rlhfless.algorithms.passes import learning_rate
 from rlhfless.functions.sharding import copies_of, local
-from rlhfless.functions.training.learning_rate import learning_rate
 from rlhfless.spec import AdamWSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -98,3 +103,41 @@ class ShardedAdamW:
 
     def _gradients(self) -> list[torch.Tensor]:
         return [local(parameter.grad) for parameter in self._parameters.values() if parameter.grad is not None]
+
+
+class WeightAverage:
+    """Updates a <- d a + (1 - d) w after each optimiser step, in float32, starting from the initial weights.
+
+    Mean Teacher, arXiv 1703.01780.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self.tensors: Mapping[str, torch.Tensor] = {name: weight.clone() for name, weight in self._weights.items()}
+        """Averages by parameter, sharded like the parameters."""
+
+    def update(self) -> None:
+        """Add the current weights. Call after each optimiser step."""
+        for average, weights in self._pairs():
+            average.lerp_(weights, 1 - self._decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Swap weights and average within the block. Both return bitwise, without a second copy of all weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for average, weights in self._pairs():
+            kept = weights.clone()
+            weights.copy_(average)
+            average.copy_(kept)
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this rank's shards of average and weights."""
+        for name, weights in self._weights.items():
+            yield local(self.tensors[name]), local(weights)

@@ -30,11 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlhfless.algorithms.base import MAXIMUM_SUFFIX, LossOutputs, combine_metrics
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
+from rlhfless.functions.base import RankPlace
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
 from rlhfless.functions.lm_head import at_least_float32
 from rlhfless.functions.policy import PolicyNetwork, load_policy
-from rlhfless.functions.ranks.shares import share_of
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
+from rlhfless.functions.shares import share_of
 from rlhfless.functions.training.checkpoint import (
     Savers,
     export_state,
@@ -42,8 +43,7 @@ from rlhfless.functions.training.checkpoint import (
     save_checkpoint,
     try_files,
 )
-from rlhfless.functions.training.ema import WeightAverage
-from rlhfless.functions.training.optimizer import ShardedAdamW
+from rlhfless.functions.training.optimizer import ShardedAdamW, WeightAverage
 from rlhfless.functions.training.publishing import published_stream
 from rlhfless.functions.training.saving import Background
 from rlhfless.prefixes.packing import PackedSegments
@@ -57,37 +57,23 @@ SHARED_PROMPT_TOKENS = "shared_prompt_tokens"
 
 
 class TrainingRank:
-    """Rank `rank` of `world_size`. Call *collective* methods on all ranks with equal arguments."""
+    """One rank. Call *collective* methods on all ranks with equal arguments."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        training: TrainingSpec,
-        optimizer: AdamWSpec,
-        *,
-        rank: int,
-        world_size: int,
-        init_method: str,
-        timeout_s: float,
-    ) -> None:
-        """Join the process group at `init_method` (`tcp://host:port` or `file:///path`) and load the model.
-
-        `timeout_s` limits the rendezvous and each collective; torch's error names the operation. A single rank forms a
-        group as well.
-        """
-        torch.set_num_threads(training.threads or default_threads(world_size))
+    def __init__(self, place: RankPlace, model: ModelSpec, training: TrainingSpec, optimizer: AdamWSpec) -> None:
+        """Join the other ranks and load the model. A single rank forms a group as well."""
+        torch.set_num_threads(training.threads or default_threads(place.ranks))
         self._spec = model
         self._training = training
-        device, self._mesh = join(init_method, rank, world_size, timeout_s, training.split_over(world_size))
+        device, self._mesh = join(place, training.split_over(place.ranks))
         self._alone = is_alone(self._mesh, offload=training.offload)
         self._policy = self._load(device)
         self._model = self._policy.model
         self._optimizer = ShardedAdamW(self._model, optimizer)
         decay = training.average_decay
         self._average = None if decay is None else WeightAverage(self._model, decay)
-        self._savers = Savers.of(timeout_s)
+        self._savers = Savers.of(place.timeout_s)
         try_files(model, self._model, self._savers)
-        self._background = Background(self._savers, timeout_s, self._mesh)
+        self._background = Background(self._savers, place.timeout_s, self._mesh)
         self.shared_prompt_tokens = 0
         """Prompt tokens of all updates that were shared within a micro-batch instead of computed. Equal on all
         ranks."""

@@ -23,7 +23,8 @@ from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.bundled.model import ModelSize, build_model, build_tokenizer
 from rlhfless.bundled.task import Demonstration, TaskRecipe, draw_demonstrations
-from rlhfless.functions.learner.supervised import SupervisedRank
+from rlhfless.functions.base import RankPlace
+from rlhfless.functions.learner.rank import SupervisedRank
 from rlhfless.records.rollouts import Example
 from rlhfless.spec import AdamWSpec, DPOSpec, LearnerSpec, ModelSpec
 
@@ -105,15 +106,12 @@ def _rank(folder: Path, recipe: WarmStartRecipe) -> Iterator[SupervisedRank]:
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as meeting:
         rank = SupervisedRank(
+            RankPlace(address=f"file://{meeting}/rank"),
             ModelSpec(path=str(folder), dtype="float32"),
             learner,
             optimizer,
             "sft",
             DPOSpec(),
-            rank=0,
-            world_size=1,
-            init_method=f"file://{meeting}/rank",
-            timeout_s=60,  # a group of one needs no longer
         )
         try:
             with closing(rank):

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 
-from rlhfless.functions.training.learning_rate import learning_rate
+from rlhfless.algorithms.passes import learning_rate
 from rlhfless.prepare.inputs import KINDS, as_json, changes, from_json, inputs_of
 from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
 from rlhfless.records.journal import Journal, has_rollouts

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfless.functions.generation.kind import kv_bytes
+from rlhfless.functions.kinds import kv_bytes
 from rlhfless.planning.memory_plan import edited
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.functions.generation.kind import kv_tokens
-from rlhfless.functions.learner.kind import learner_phases
+from rlhfless.functions.kinds import kv_tokens, learner_phases
 from rlhfless.scaling.function_specs import MemoryTerms, Rewards, kinds_of, place_run, replica_requests
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape

@@ -1,7 +1,7 @@
 """Demonstrations and preferences: rows with written responses, as the sequences that a model learns.
 
 A policy (`sft`, `dpo`) reads a prompt as in an RLHF run, and learns the response with its end-of-sequence token. A
-reward model reads what rlhfless.functions.reward_model would score, followed by a token that stands for the score.
+reward model reads what functions/scoring/reward_model.py would score, followed by a token that stands for the score.
 """
 
 from __future__ import annotations

@@ -177,6 +177,6 @@ def _models(spec: RunSpec) -> list[Any]:
         return []
     import torch
 
-    from rlhfless.functions.reward_model.model import RewardModel
+    from rlhfless.functions.scoring.reward_model import RewardModel
 
     return [RewardModel(part, threads=torch.get_num_threads()) for part in spec.reward_models]

@@ -2,7 +2,7 @@
 
 A kind is everything that the runtime knows about a function. Launch, recovery, billing, memory plan and simulator
 iterate over the kinds of a run and check their roles; none of them refers to a function by name. Built-in functions are
-declared in `rlhfless/functions/<name>/kind.py`; user-defined functions in a module named by the spec (`functions`, see
+declared in `rlhfless/functions/kinds.py`; user-defined functions in a module named by the spec (`functions`, see
 docs/extending.md). A declaration imports neither Ray nor torch: its deployment is imported when it is started.
 """
 
@@ -24,8 +24,8 @@ from rlhfless.spec.extension import make
 from rlhfless.spec.imports import load_target
 
 BUILT_IN_FUNCTIONS = tuple(
-    f"rlhfless.functions.{name}.kind:KIND"
-    for name in ("generation", "prefill", "scoring", "reward_model", "reference", "critic", "learner")
+    f"rlhfless.functions.kinds:{name}"
+    for name in ("GENERATION", "PREFILL", "SCORING", "REWARD_MODEL", "REFERENCE", "CRITIC", "LEARNER")
 )
 """The built-in functions, in the order in which they are placed, shown, and updated."""
 

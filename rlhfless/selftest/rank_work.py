@@ -18,6 +18,7 @@ from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.attention_check import head_width, padded_difference
 from rlhfless.functions.attention_check import packed_difference as kernel_difference
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
+from rlhfless.functions.base import RankPlace
 from rlhfless.functions.compiled_layers import compile_layers, restore_layers
 from rlhfless.functions.host_offload import HostOffload, held_bytes
 from rlhfless.functions.learner.rank import LearnerRank
@@ -57,9 +58,9 @@ def serve(end: Connection, spec: RunSpec, rank: int, ranks: int, meeting: str) -
         began_s = time.monotonic()
         made.append(
             LearnerRank(
+                RankPlace(rank, ranks, meeting, spec.timeouts.call_s),
                 spec.model, spec.learner, spec.optimizer, spec.algorithm, spec.generation.temperature,
                 spec.generation.quantization,
-                rank=rank, world_size=ranks, init_method=meeting, timeout_s=spec.timeouts.call_s,
             )
         )  # fmt: skip
         return {"device": made[0]._policy.device.type, "start_s": time.monotonic() - began_s}

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhfless.functions.base import DeviceBinding
-from rlhfless.functions.learner.kind import KIND
+from rlhfless.functions.kinds import LEARNER
 from rlhfless.planning.inputs import planned
 from rlhfless.scaling.memory import GIB
 from rlhfless.selftest import rank_process, rank_work
@@ -214,7 +214,7 @@ def peak(subject: Subject) -> Measured:
     else:
         rows = max(spec.learner.pass_tokens // tokens, 1)
         tokens, held = rows * tokens, _rehearsed(subject, rows, tokens)
-    phases = planned(spec, subject.asked.shape, subject.kind, tokens)[KIND.name]
+    phases = planned(spec, subject.asked.shape, subject.kind, tokens)[LEARNER.name]
     measured = {"held_gib": held / GIB, "planned_gib": phases["learn"] / GIB, "share": held / phases["learn"]}
     if measured["share"] > PEAK_OVER_PLAN:
         raise Wrong("a step holds more than its plan", **measured)

@@ -23,7 +23,7 @@ from rlhfless.fleet.cluster import _make_router_configs_one_at_a_time, innermost
 from rlhfless.fleet.ray_session import _known_by_loopback, errors_to_log
 from rlhfless.functions.generation.engine_log import _ERROR, _PREFIX
 from rlhfless.functions.out_of_memory import engine_fault
-from rlhfless.functions.ranks.controller import _of_network
+from rlhfless.functions.ranks import _of_network
 from rlhfless.functions.training.optimizer import MOMENTS
 from rlhfless.util.errors import UserError
 
@@ -129,7 +129,7 @@ def test_torch_names_the_state_of_adamw_as_checkpoints_do() -> None:
 
 
 def test_an_error_of_torchs_network_is_told_from_others() -> None:
-    """functions/ranks/controller.py blames the rank that failed, and not the ones that waited for it."""
+    """functions/ranks.py blames the rank that failed, and not the ones that waited for it."""
     with pytest.raises(RuntimeError) as raised:
         torch.distributed.TCPStore("127.0.0.1", 1, 2, is_master=False, timeout=timedelta(seconds=1))
     assert _of_network(raised.value)

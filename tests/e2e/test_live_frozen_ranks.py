@@ -17,7 +17,7 @@ from fakes.live_runs import fault_opening
 from fakes.model_folders import save_reward_model_of
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
-from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.orchestrator.driver import drive_steps
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.recovery import Recovered

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from fakes import saboteur
 from fakes.live_runs import PausesAfter, fault_opening
 from rlhfless.bundled.task import TaskRecipe, draw_problems
-from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.orchestrator.driver import Outcome, drive_steps, execute
 from rlhfless.orchestrator.host import Host, RunPaused
 from rlhfless.orchestrator.recovery import Recovered

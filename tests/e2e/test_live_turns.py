@@ -12,7 +12,7 @@ import pytest
 from fakes import saboteur
 from fakes.live_runs import Whole, check_one_awake, fault_opening, fault_values
 from fakes.model_folders import save_reward_model_of
-from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.records import Experience, FinishReason, FunctionName, ReplicaState, Work

@@ -19,9 +19,9 @@ from transformers import (
 
 from fakes.builders import drawn
 from rlhfless.algorithms.batch import PackedBatch, pack
-from rlhfless.functions.critic.rank import CriticRank
-from rlhfless.functions.learner.rank import LearnerRank
-from rlhfless.functions.learner.supervised import SupervisedRank
+from rlhfless.functions.base import RankPlace
+from rlhfless.functions.learner.rank import LearnerRank, SupervisedRank
+from rlhfless.functions.training.critic import CriticRank
 from rlhfless.records import Group, Prompt
 from rlhfless.records.rollouts import Example
 from rlhfless.spec import AdamWSpec, CriticSpec, DPOSpec, GRPOSpec, LearnerSpec, ModelSpec, PPOSpec
@@ -123,13 +123,10 @@ def make_critic(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1
     timeout_s, tokenizer = changes.pop("timeout_s", 60), changes.pop("tokenizer", None)
     start = {} if changes.pop("new_head", False) else {"model": model}
     return CriticRank(
+        RankPlace(rank, world_size, f"file://{rendezvous}", timeout_s),
         ModelSpec(path=model, tokenizer=tokenizer),
         CriticSpec(**({"threads": 1} | start | changes)),
         **specs,
-        rank=rank,
-        world_size=world_size,
-        init_method=f"file://{rendezvous}",
-        timeout_s=timeout_s,
     )
 
 
@@ -160,13 +157,10 @@ def make_supervised(model: str, rendezvous: Path, rank: int = 0, world_size: int
     timeout_s = changes.pop("timeout_s", 60)
     model_options = changes.pop("model_options", {})
     return SupervisedRank(
+        RankPlace(rank, world_size, f"file://{rendezvous}", timeout_s),
         ModelSpec(path=model, **model_options),
         LearnerSpec(**({"threads": 1} | changes)),
         **specs,
-        rank=rank,
-        world_size=world_size,
-        init_method=f"file://{rendezvous}",
-        timeout_s=timeout_s,
     )
 
 
@@ -183,11 +177,8 @@ def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, 
     timeout_s = changes.pop("timeout_s", 60)
     model_options = changes.pop("model_options", {})
     return LearnerRank(
+        RankPlace(rank, world_size, f"file://{rendezvous}", timeout_s),
         ModelSpec(path=model, dtype=dtype, **model_options),
         LearnerSpec(**({"threads": 1} | changes)),
         **specs,
-        rank=rank,
-        world_size=world_size,
-        init_method=f"file://{rendezvous}",
-        timeout_s=timeout_s,
     )

@@ -31,7 +31,7 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.functions.attention_form import ignored_by_sdpa
 from rlhfless.functions.policy import PolicyNetwork, load_policy, logprob_outputs, response_outputs, token_logprobs
-from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.records import FinishReason
 from rlhfless.rewards import RewardSample
 from rlhfless.scaling.latency.attention import attention_form

@@ -12,7 +12,7 @@ from rlhfless.functions import cuda
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.cuda import GpuNotShared, require_shareable
 from rlhfless.functions.launching import is_shared
-from rlhfless.functions.ranks.actor import RankActor
+from rlhfless.functions.ranks import RankActor
 from rlhfless.scaling.placement import Allocation, Device
 
 Smi = Callable[[str], Path]

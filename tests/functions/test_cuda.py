@@ -13,7 +13,7 @@ import torch
 from rlhfless.functions import cuda
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.cuda import ALLOCATOR, NoCuda, cuda_fault, require_cuda
-from rlhfless.functions.ranks.actor import RankActor
+from rlhfless.functions.ranks import RankActor
 
 NO_DRIVER = "no NVIDIA driver is there (/proc/driver/nvidia/version); install NVIDIA's driver on the node"
 OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 02:44:37 UTC 2025\nGCC version: 12.2.0"
@@ -98,7 +98,7 @@ def test_the_allocators_of_a_rank(monkeypatch: pytest.MonkeyPatch, kind: str, sh
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr("rlhfless.functions.ranks.actor.require_cuda", lambda: None)
+    monkeypatch.setattr("rlhfless.functions.ranks.require_cuda", lambda: None)
     rank = Rank(SimpleNamespace(rank_bindings=(DeviceBinding(kind, ("0",), exclusive=False),)), 0)
     rank.start("file:///there", True)
     assert seen == [expected]

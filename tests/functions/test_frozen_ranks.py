@@ -17,9 +17,9 @@ from fakes.ranks import PATIENCE_S, Work, compute_in_float64, run_processes
 from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
 from rlhfless.functions.per_token import PerTokenSettings
-from rlhfless.functions.reference.model import FrozenPolicy
-from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.functions.sharding import join_frozen
+from rlhfless.functions.shares import FrozenPolicy
 from rlhfless.records import FinishReason
 from rlhfless.rewards import Failed, RewardSample
 from rlhfless.spec import ModelSpec, RewardModelSpec

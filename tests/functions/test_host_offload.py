@@ -10,7 +10,7 @@ import torch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions import host_offload as parking_module
 from rlhfless.functions.host_offload import GIB, HostOffload, held_bytes, require_free
-from rlhfless.functions.ranks.actor import Asleep, RankActor
+from rlhfless.functions.ranks import Asleep, RankActor
 from rlhfless.weights.store import FolderStore
 
 MIB = 2**20

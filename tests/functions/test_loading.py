@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from fakes.engine_settings import LONG
 from rlhfless.functions.base import Call, DeviceBinding
+from rlhfless.functions.kinds import REFERENCE
 from rlhfless.functions.loading import is_finite
 from rlhfless.functions.per_token import PerTokenFunction, PerTokenSettings
 from rlhfless.functions.policy import load_policy
-from rlhfless.functions.reference.kind import KIND
 from rlhfless.spec import ModelSpec
 from rlhfless.spec.errors import InputError
 
@@ -120,8 +120,8 @@ async def test_a_replica_that_cannot_load_its_model_says_so_itself(llama: Path, 
     settings = PerTokenSettings(
         run_id="run",
         lease=LONG,
-        function=KIND.name,
-        worker=KIND.worker,
+        function=REFERENCE.name,
+        worker=REFERENCE.worker,
         model=model,
         dtype="float32",
         micro_batch_tokens=100,

@@ -10,7 +10,7 @@ import pytest
 
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.loopback import interface_environment, is_loopback
-from rlhfless.functions.ranks.actor import RankActor
+from rlhfless.functions.ranks import RankActor
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]"])

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from fakes.tiny_models import QWEN_05B
-from rlhfless.functions.generation.kind import KIND
-from rlhfless.functions.learner.kind import KIND as LEARNER
-from rlhfless.functions.learner.kind import learner_phases
+from rlhfless.functions.kinds import GENERATION, LEARNER, learner_phases
 from rlhfless.functions.prefix_attention import NAME, packed_row
 from rlhfless.planning.memory_plan import Question, edited
 from rlhfless.planning.placement_search import placed
@@ -447,7 +445,8 @@ def test_drafts_by_hand() -> None:
     plain = asked(QWEN_7B, "h100", 1, spec(model={"path": "m", "dtype": "bfloat16"}))
     drafting = dataclasses.replace(asked(QWEN_7B, "h100", 1, run), draft=shape(QWEN_05B))
     parts = [
-        {part.name: part.size_bytes for part in KIND.phases(terms_of(each))[0].parts} for each in (plain, drafting)
+        {part.name: part.size_bytes for part in GENERATION.phases(terms_of(each))[0].parts}
+        for each in (plain, drafting)
     ]
     assert parts[1]["draft's weights"] == 2 * shape(QWEN_05B).parameters
     assert (parts[0]["sampler"], parts[1]["sampler"]) == (3 * 4 * 256 * 152064, 3 * 4 * 1024 * 152064)

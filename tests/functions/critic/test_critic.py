@@ -15,7 +15,7 @@ from fakes.ranks import run_critic
 from fakes.tiny_learner import make_critic, plain_adamw, save_tiny_critic, with_values
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions.critic.rank import CriticRank
+from rlhfless.functions.training.critic import CriticRank
 from rlhfless.spec import AdamWSpec, PPOSpec
 from rlhfless.spec.errors import InputError
 
@@ -58,7 +58,7 @@ def plain_values(model: Any, batch: PackedBatch) -> list[torch.Tensor]:
 
 def test_a_value_is_of_the_tokens_before_it(critic, tiny_critic, batch):
     with critic(micro_batch_tokens=64) as rank:
-        ours, _ = rank.values(batch)
+        ours, _ = rank.compute(batch)
     model = AutoModelForSequenceClassification.from_pretrained(tiny_critic, dtype=torch.float32)
     for index, expected in enumerate(plain_values(model, batch)):
         first, length = batch.starts[index], batch.lengths[index]
@@ -72,7 +72,7 @@ def test_a_value_is_of_the_tokens_before_it(critic, tiny_critic, batch):
 
 def test_the_values_of_a_group_do_not_depend_on_what_came_with_it(critic, batch):
     with critic(micro_batch_tokens=64) as rank:
-        together, _ = rank.values(batch)
+        together, _ = rank.compute(batch)
         for group in range(6):
             sequences = np.flatnonzero(batch.sequence_groups == group)
             alone, _ = rank.values(select(batch, sequences))
@@ -81,7 +81,7 @@ def test_the_values_of_a_group_do_not_depend_on_what_came_with_it(critic, batch)
 
 def test_a_critic_that_starts_from_the_policy_says_0_and_learns(critic, tiny_model, batch):
     with critic(tiny_model, new_head=True, optimizer=AdamWSpec(learning_rate=1e-2)) as rank:
-        before, _ = rank.values(batch)
+        before, _ = rank.compute(batch)
         assert not before.any()
         goal = batch.with_columns(values=before, returns=np.ones(len(batch.tokens)))
         first = rank.learn(goal, Passes())
@@ -133,7 +133,7 @@ def test_the_explained_variance_is_of_the_values_before_the_step(critic, batch):
 
 
 def compute_and_learn(rank: CriticRank, _: int, batch: PackedBatch, count: int) -> tuple:
-    values, _ = rank.values(batch)
+    values, _ = rank.compute(batch)
     metrics = rank.learn(batch.with_columns(values=values), Passes(count))
     return values, metrics, {name: value.numpy() for name, value in rank.weights().items()}
 
@@ -156,12 +156,12 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit(critic, batch, tmp_path):
         rank.learn(given, Passes(2))
         rank.save(folder)
         rank.learn(given, Passes(2))
-        expected, values = rank.weights(), rank.values(batch)[0]
+        expected, values = rank.weights(), rank.compute(batch)[0]
     with critic(optimizer=LARGE) as rank:
         rank.restore(folder)
         rank.learn(given, Passes(2))
         assert all(torch.equal(expected[name], value) for name, value in rank.weights().items())
-        assert np.array_equal(rank.values(batch)[0], values)
+        assert np.array_equal(rank.compute(batch)[0], values)
 
 
 def test_its_checkpoint_is_a_model_that_a_critic_starts_from(critic, batch, tmp_path):
@@ -169,9 +169,9 @@ def test_its_checkpoint_is_a_model_that_a_critic_starts_from(critic, batch, tmp_
     with critic(optimizer=LARGE) as rank:
         rank.learn(with_values(batch), Passes())
         rank.save(folder)
-        expected, _ = rank.values(batch)
+        expected, _ = rank.compute(batch)
     with critic(str(folder)) as rank:
-        assert np.array_equal(rank.values(batch)[0], expected)
+        assert np.array_equal(rank.compute(batch)[0], expected)
 
 
 @pytest.mark.parametrize(

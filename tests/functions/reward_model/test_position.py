@@ -28,7 +28,7 @@ from transformers import (
 from fakes.tiny_learner import make_supervised
 from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.supervised import pack_examples
-from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.model import load_policy
 from rlhfless.records import FinishReason

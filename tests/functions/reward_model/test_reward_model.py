@@ -19,8 +19,8 @@ from transformers import (
 from fakes.builders import drawn
 from fakes.engine_settings import LONG
 from rlhfless.functions.base import Call, DeviceBinding
-from rlhfless.functions.reward_model.controller import RewardModelFunction, RewardModelSettings
-from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.functions.scoring.deployment import RewardModelFunction, RewardModelSettings
+from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.records import FinishReason, Group, Prompt
 from rlhfless.rewards import Failed, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec

@@ -15,7 +15,7 @@ from fakes.tiny_learner import make_batch, make_pairs, make_rank, make_supervise
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.supervised import pack_examples
-from rlhfless.functions.training.ema import WeightAverage
+from rlhfless.functions.training.optimizer import WeightAverage
 
 DECAY = 0.75
 

@@ -8,7 +8,7 @@ import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from fakes.tiny_learner import plain_adamw
-from rlhfless.functions.training.learning_rate import learning_rate
+from rlhfless.algorithms.passes import learning_rate
 from rlhfless.functions.training.optimizer import ShardedAdamW
 from rlhfless.spec import AdamWSpec
 

@@ -1,6 +1,6 @@
 """A function of one's own: logprobs under a second frozen policy, as a column of the batch."""
 
-from rlhfless.functions.reference.kind import frozen_phase
+from rlhfless.functions.kinds import frozen_phase
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_specs import Bounds, FunctionSpec, MemoryTerms
 from rlhfless.scaling.memory import MemoryPhase, on_device

@@ -1,7 +1,7 @@
 """One rank of the second policy; its process alone imports torch."""
 
 from rlhfless.functions.per_token import PerTokenSettings
-from rlhfless.functions.reference.model import FrozenPolicy
+from rlhfless.functions.shares import FrozenPolicy
 from rlhfless.spec import ModelSpec
 
 

@@ -20,9 +20,10 @@ from rlhfless.algorithms.base import ActorCritic, ValueInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.ppo import with_explained_variance
+from rlhfless.functions.base import RankPlace
 from rlhfless.functions.lm_head import OutputHead, at_least_float32
 from rlhfless.functions.policy import Form, Outputs, PolicyNetwork, response_outputs
-from rlhfless.functions.ranks.shares import by_group
+from rlhfless.functions.shares import by_group
 from rlhfless.functions.training.rank import TrainingRank, load_trained
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray
@@ -39,33 +40,16 @@ class CriticRank(TrainingRank):
     _training: CriticSpec
 
     def __init__(
-        self,
-        model: ModelSpec,
-        critic: CriticSpec,
-        optimizer: AdamWSpec,
-        algorithm: AlgorithmSpec,
-        *,
-        rank: int,
-        world_size: int,
-        init_method: str,
-        timeout_s: float,
+        self, place: RankPlace, model: ModelSpec, critic: CriticSpec, optimizer: AdamWSpec, algorithm: AlgorithmSpec
     ) -> None:
         """`model`: the initial model, whose format is also the saved one. See TrainingRank for the rest."""
         self._algorithm = cast(ActorCritic, algorithm_of(algorithm))  # its settings need values
-        super().__init__(
-            model,
-            critic,
-            optimizer,
-            rank=rank,
-            world_size=world_size,
-            init_method=init_method,
-            timeout_s=timeout_s,
-        )
+        super().__init__(place, model, critic, optimizer)
 
     def _load(self, device: torch.device) -> PolicyNetwork:
         return load_critic(self._spec, self._training, device, self._mesh, new_head=self._training.new_head)
 
-    def values(self, batch: PackedBatch) -> tuple[FloatArray, int]:
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
         """Return values `[tokens]` of the whole batch, and the prompt tokens saved (see by_group). *Collective.*"""
         return by_group(self._policy, batch, values_of(self._policy), self._training.pass_tokens)
 

@@ -1,4 +1,4 @@
-"""The controller of a function that runs on ranks, and its calls to all ranks.
+"""A function that runs on ranks: its controller, the calls to all ranks, and a rank's Ray actor.
 
 The Serve replica is the controller and imports no torch. Ranks are plain Ray actors that form a torch.distributed group
 and shard the model's parameters; a single rank takes the same path as several. Each call goes to all ranks, and each
@@ -13,8 +13,10 @@ argument, leaves them in step, and they continue. After a lost rank the fleet st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, ClassVar
+import contextlib
+import os
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -27,12 +29,28 @@ from rlhfless.functions.base import (
     DistributedSettings,
     Function,
     FunctionBroken,
+    RankPlace,
     ReplicaInfo,
     admitted,
 )
+from rlhfless.functions.cuda import ALLOCATOR, EXPANDABLE, PINNED, require_cuda
+from rlhfless.functions.loopback import (
+    LOOPBACK,
+    bind_rendezvous_to_loopback,
+    free_port,
+    interface_environment,
+    loopback_environment,
+    set_default_environment,
+)
+from rlhfless.functions.out_of_memory import naming_memory_errors
 from rlhfless.records import FloatArray, SleepTier, Slept
 from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.util.errors import UserError, class_and_line, first_line
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhfless.functions.host_offload import HostOffload
 
 GRACE_S = 10.0
 """Wait after the first failure for those of other ranks. Ray reports a killed process after 1 to 5 seconds; gloo ranks
@@ -150,6 +168,133 @@ def _of_network(cause: BaseException) -> bool:
     return "DistError" in names or (isinstance(cause, RuntimeError) and any(word in message for word in _OF_NETWORK))
 
 
+class Asleep(RuntimeError):
+    """Raised while the rank sleeps: its tensors are in host memory."""
+
+
+S = TypeVar("S", bound=DistributedSettings)
+
+
+class RankActor(Generic[S]):
+    """Rank `rank` of a function."""
+
+    named = ""
+    """Name of the function in errors."""
+    phases: ClassVar[Mapping[str, str]] = {}
+    """Methods of `_rank` that `call` may call, with their phase in the memory plan."""
+    _rank: Any
+    """This rank's model, set by `_load`: it has the methods of `phases`, and `kept_on_device`."""
+    _offload: HostOffload | None = None
+    """Created by the first sleep."""
+
+    def __init__(self, settings: S, rank: int) -> None:
+        settings.rank_bindings[rank].bind()
+        self._settings = settings
+        self._number = rank
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    @ray.method(concurrency_group="signs_of_life")
+    def alive(self) -> None:
+        """Answer, even while the rank computes."""
+
+    def node(self) -> str:
+        """Return the address of this rank's node, as Ray knows it."""
+        return ray.util.get_node_ip_address()
+
+    @property
+    def shares_device_memory(self) -> bool:
+        """Return whether other processes read this rank's GPU memory."""
+        return False
+
+    @property
+    def reaches_other_nodes(self) -> bool:
+        """Return whether the rank joins process groups across nodes, in addition to its ranks' group."""
+        return False
+
+    def rendezvous(self, on_one_node: bool) -> str:
+        """Return an address on this node for the ranks' rendezvous; loopback if all ranks are on this node."""
+        host = LOOPBACK if on_one_node else self.node()
+        return f"tcp://{host}:{free_port(host)}"
+
+    def start(self, address: str, on_one_node: bool) -> None:
+        """Join the other ranks and load the model. Raises NoCuda if the node's GPUs are unreachable. *Collective.*"""
+        binding = self._settings.rank_bindings[self._number]
+        binding.require_usable()
+        if binding.kind == "cuda":
+            settings = (PINNED,) if self.shares_device_memory else (PINNED, EXPANDABLE)
+            set_default_environment({ALLOCATOR: ",".join(settings)})
+            require_cuda()
+        if on_one_node and not self.reaches_other_nodes:
+            set_default_environment(loopback_environment())
+        else:
+            set_default_environment(interface_environment(self.node()))
+        bind_rendezvous_to_loopback()
+        self._load(address)
+
+    def _load(self, address: str) -> None:
+        raise NotImplementedError
+
+    def call(self, method: str, *arguments: object, **keywords: object) -> Any:
+        """Call a method of the rank's model in its memory phase. *Collective.*"""
+        with self._at_work(self.phases[method]):
+            return getattr(self._rank, method)(*arguments, **keywords)
+
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
+        """Return a per-token output of the batch (None on all ranks but 0), and this rank's shared prompt tokens.
+
+        *Collective.*
+        """
+        values, shared_tokens = self.call("compute", batch)
+        return None if self._number else values, shared_tokens
+
+    def kept_on_device(self) -> Iterable[torch.Tensor]:
+        """Return all tensors on the device between two calls; they are offloaded while the rank sleeps."""
+        kept: Iterable[torch.Tensor] = self._rank.kept_on_device()
+        return kept
+
+    def sleep(self) -> Slept:
+        """Offload the rank's tensors to host memory. Idempotent."""
+        from rlhfless.functions.host_offload import HostOffload, held_bytes
+        from rlhfless.functions.sharding import default_device
+
+        device = default_device()
+        before = held_bytes(device)
+        if self._offload is None:  # the tensors stay the same for the life of the rank
+            self._offload = HostOffload(self.kept_on_device())
+        self._offload.offload()
+        held = held_bytes(device)
+        return Slept(SleepTier.HOST, max(before - held, 0), held)
+
+    def wake(self) -> None:
+        """Move the tensors back to the device. Idempotent."""
+        if self._offload is not None:
+            with self._naming_memory_errors("wake"):
+                self._offload.restore()
+
+    def _place(self, address: str) -> RankPlace:
+        """Return this rank's place among the ranks that meet at `address`."""
+        settings = self._settings
+        return RankPlace(self._number, len(settings.rank_bindings), address, settings.call_timeout_s)
+
+    @property
+    def _threads(self) -> int:
+        """Threads of a rank with its own cores."""
+        return len(self._settings.rank_bindings[self._number].ids)
+
+    @contextlib.contextmanager
+    def _at_work(self, phase: str) -> Iterator[None]:
+        """Name the phase in out-of-memory errors. Raises Asleep while the rank sleeps."""
+        if self._offload is not None and self._offload.offloaded:
+            raise Asleep(f"{self.named} rank {self._number} sleeps, and cannot {phase}; wake it first")
+        with self._naming_memory_errors(phase):
+            yield
+
+    def _naming_memory_errors(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return naming_memory_errors(f"{self.named} rank {self._number}", phase, self._settings.planned)
+
+
 SILENT_SHARE = 0.5
 """Share of a lease within which every rank must answer. Drivers ask four times per lease, and give up on a replica that
 is silent for a whole lease."""
@@ -197,8 +342,9 @@ class DistributedFunction(Function):
         pids = await self._group.call_all("pid")
         return CallResult(self.info(tuple(pids), self._step_of_weights))
 
-    async def _per_token(self, batch: PackedBatch) -> CallResult[FloatArray]:
-        """Return a per-token output `[tokens]`.
+    @admitted
+    async def compute(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
+        """Return a per-token output `[tokens]` of complete groups; 0 on tokens that were not generated.
 
         Rank 0 returns the values of all ranks; each rank counts its own shared prompt tokens.
         """

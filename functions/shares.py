@@ -1,17 +1,29 @@
-"""Outputs of a network over its ranks, where each rank computes its share of the sequences."""
+"""Outputs of a network over its ranks, where each rank computes its share of the sequences.
+
+`FrozenPolicy` computes those of a policy that is not trained, on the learner's path, so that logprobs differ only by
+the weights.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions.batching import MicroBatch, cut, deal, prompt_tokens
-from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, outputs_of
+from rlhfless.functions.host_offload import kept_by
+from rlhfless.functions.policy import Outputs, PolicyNetwork, load_policy, logprob_outputs, outputs_of
 from rlhfless.records import FloatArray, IntArray
+from rlhfless.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from rlhfless.functions.per_token import PerTokenSettings
 
 
 def share_of(policy: PolicyNetwork, batch: PackedBatch, budget_tokens: int) -> IntArray:
@@ -74,3 +86,32 @@ def all_reduce_rows(policy: PolicyNetwork, values: FloatArray) -> FloatArray:
     everything = torch.from_numpy(values).to(policy.device)
     dist.all_reduce(everything)
     return everything.cpu().numpy()
+
+
+class FrozenPolicy:
+    """Computes logprobs under the spec's model from before training (a PerTokenWorker)."""
+
+    def __init__(self, settings: PerTokenSettings, threads: int, mesh: DeviceMesh | None = None) -> None:
+        torch.set_num_threads(threads)
+        self._policy = load_policy(
+            self.model_of(settings),
+            parameter_dtype=settings.dtype,
+            compute_dtype=settings.dtype,
+            mesh=mesh,
+            share_prefixes=settings.share_prefixes,
+            logits_elements=settings.logits_elements,
+        )
+        self._settings = settings
+
+    @staticmethod
+    def model_of(settings: PerTokenSettings) -> ModelSpec:
+        """Return the spec of the model to load."""
+        return settings.model
+
+    def kept_on_device(self) -> Iterator[torch.Tensor]:
+        return kept_by(self._policy.model)
+
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
+        settings = self._settings
+        logprobs = logprob_outputs(self._policy, settings.temperature)
+        return by_group(self._policy, batch, logprobs, settings.micro_batch_tokens)

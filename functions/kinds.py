@@ -1,0 +1,295 @@
+"""Declares the built-in functions: where their replicas run, their memory by phase, and their deployment.
+
+A declaration imports neither Ray nor torch (rlhfless.scaling.function_specs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlhfless.records import FunctionName, FunctionRole
+from rlhfless.records.ledger import BUCKET_BYTES
+from rlhfless.scaling.function_specs import Bounds, FunctionSpec, MemoryTerms, held
+from rlhfless.scaling.latency.devices import DeviceSheet
+from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
+from rlhfless.scaling.memory import (
+    CPU_KV_GIB,
+    GIB,
+    LOGITS_CHUNK_ELEMENTS,
+    PROCESS,
+    PROCESS_BYTES,
+    PUBLISH,
+    PUBLISHED,
+    TENSOR_PARALLEL_BYTES,
+    MemoryPart,
+    MemoryPhase,
+    Scored,
+    engine_parts,
+    kv_sequence_bytes,
+    layer_parameters,
+    learn_phases,
+    on_device,
+    reference_phase,
+    score_phase,
+    sharded,
+    value_phases,
+    with_scores,
+)
+from rlhfless.scaling.placement import CPU_KIND, ReplicaRequest, Site
+from rlhfless.spec import RunSpec
+from rlhfless.spec.base import count_of
+
+# Engines: generation and prefill.
+
+
+def _engines(spec: RunSpec, function: FunctionName, most: int) -> ReplicaRequest:
+    """Return the devices for up to `most` engines of a function."""
+    return ReplicaRequest(function, Site.PER_REPLICA, replicas=most, devices=spec.generation.engine.devices_per_actor)
+
+
+def _generation(spec: RunSpec) -> ReplicaRequest | None:
+    most = spec.scaling.generation.most_actors
+    return None if spec.supervised else _engines(spec, FunctionName.GENERATION, most)
+
+
+def _prefill(spec: RunSpec) -> ReplicaRequest | None:
+    prefill = spec.scaling.prefill
+    return _engines(spec, FunctionName.PREFILL, prefill.max_actors) if prefill.on else None
+
+
+def engine_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    """Return the memory phases of an engine: on a GPU it takes its fraction and gives the remainder to KV."""
+    parts, kv = _engine(terms.spec, terms.shape, terms.sheet, terms.draft)
+    return (MemoryPhase("generate", (*parts, MemoryPart("KV", max(kv, 0)))),)
+
+
+def _engine(
+    spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, draft: ModelShape | None
+) -> tuple[tuple[MemoryPart, ...], int]:
+    """Return the parts of one engine device, and the bytes for KV, negative if the parts do not fit.
+
+    The sampler has a row per draft, and a draft model is split like the model.
+    """
+    engine, on_gpu = spec.generation.engine, sheet.kind != CPU_KIND
+    parts = engine_parts(
+        shape,
+        spec.model.dtype,
+        engine.devices_per_actor,
+        engine.batch_tokens,
+        min(engine.sequence_limit * (1 + spec.generation.speculation.most), engine.batch_tokens),
+        graphs=on_gpu and not engine.eager,
+        eight_bits=spec.generation.quantization != "off",
+    )
+    if draft is not None:
+        size = DTYPE_BYTES[spec.model.dtype] * draft.parameters // engine.devices_per_actor
+        parts = (*parts, MemoryPart("draft's weights", size))
+    if not on_gpu:
+        return parts, int((engine.kv_cache_gib or CPU_KV_GIB) * GIB)
+    parallel = MemoryPart("tensor parallelism", TENSOR_PARALLEL_BYTES * (engine.devices_per_actor > 1))
+    parts = (*parts, MemoryPart(PROCESS, PROCESS_BYTES), parallel)
+    budget = int(engine.gpu_memory_fraction * sheet.memory_bytes.value)
+    return parts, budget - sum(part.size_bytes for part in parts)
+
+
+def kv_bytes(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, draft: ModelShape | None = None) -> int:
+    """Return the bytes of the KV cache on each device of an engine."""
+    return _engine(spec, shape, sheet, draft)[1]
+
+
+def kv_tokens(
+    spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, sequence_tokens: int, draft: ModelShape | None = None
+) -> int:
+    """Return the tokens that an engine's KV cache holds in sequences of `sequence_tokens`, as vLLM reports it.
+
+    A model with windows holds fewer tokens in shorter sequences. With a KV connector all layers hold all tokens:
+    vLLM's hybrid cache manager supports few connectors. A draft model keeps KV of the same tokens.
+    """
+    engine = spec.generation.engine
+    shape = shape if spec.scaling.prefill.connector is None else replace(shape, windows=None)
+    sequence = sum(
+        kv_sequence_bytes(each, spec.model.dtype, engine.devices_per_actor, sequence_tokens, engine.batch_tokens)
+        for each in (shape, draft)
+        if each is not None
+    )
+    return kv_bytes(spec, shape, sheet, draft) * sequence_tokens // sequence
+
+
+GENERATION = FunctionSpec(
+    FunctionName.GENERATION,
+    FunctionRole.SAMPLES,
+    "rlhfless.functions.generation.deployment:GenerationFunction",
+    _generation,
+    lambda spec: Bounds(spec.scaling.generation.min_actors, "scaling.generation.min_actors are not released"),
+    engine_phases,
+)
+
+PREFILL = FunctionSpec(
+    FunctionName.PREFILL,
+    FunctionRole.PREFILLS,
+    "rlhfless.functions.generation.deployment:GenerationFunction",
+    _prefill,
+    lambda spec: Bounds(spec.scaling.prefill.min_actors, "scaling.prefill.min_actors are not released"),
+    engine_phases,
+)
+
+# Scores: rewards on CPU cores, and reward models.
+
+
+def _scoring(spec: RunSpec) -> ReplicaRequest | None:
+    return None if spec.supervised else ReplicaRequest(FunctionName.SCORING, Site.CPU, devices=spec.scoring.workers)
+
+
+def _reward_model(spec: RunSpec) -> ReplicaRequest | None:
+    if not spec.reward_models:
+        return None
+    ranks = count_of(spec.scoring.reward_model_ranks)
+    return ReplicaRequest(
+        FunctionName.REWARD_MODEL, Site.LEARNER_SHARED, ranks=ranks, ranks_key="scoring.reward_model_ranks"
+    )
+
+
+def _reward_model_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    """Return the memory phases of the reward models with known sizes."""
+    models = [Scored(of, max(part.micro_batch_tokens, part.max_tokens), part.dtype) for part, of in terms.rewards]
+    ranks = count_of(terms.spec.scoring.reward_model_ranks)
+    return on_device([score_phase(models, ranks)], terms.sheet.kind, ranks)
+
+
+SCORING = FunctionSpec(
+    FunctionName.SCORING,
+    FunctionRole.SCORES,
+    "rlhfless.functions.scoring.deployment:ScoringFunction",
+    _scoring,
+    lambda spec: held(spec, "hold_scoring"),
+)
+
+REWARD_MODEL = FunctionSpec(
+    FunctionName.REWARD_MODEL,
+    FunctionRole.SCORES,
+    "rlhfless.functions.scoring.deployment:RewardModelFunction",
+    _reward_model,
+    lambda spec: held(spec, "hold_scoring"),
+    _reward_model_phases,
+)
+
+# The reference.
+
+
+def _reference(spec: RunSpec) -> ReplicaRequest | None:
+    if not spec.needs_reference:
+        return None
+    return ReplicaRequest(
+        FunctionName.REFERENCE, Site.LEARNER_SHARED, ranks=count_of(spec.reference.ranks), ranks_key="reference.ranks"
+    )
+
+
+def _reference_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    ranks = count_of(terms.spec.reference.ranks)
+    return on_device([frozen_phase(terms, terms.shape, ranks)], terms.sheet.kind, ranks)
+
+
+def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPhase:
+    """Return the phase of one rank of a frozen model of this shape (FrozenPolicy)."""
+    learner = terms.spec.learner
+    phase = reference_phase(
+        shape,
+        terms.micro_batch_tokens,
+        learner.dtype,
+        learner.logits_elements or LOGITS_CHUNK_ELEMENTS,
+        sharing=learner.share_prefixes,
+        ranks=ranks,
+        on_gpu=terms.sheet.kind != CPU_KIND,
+    )
+    return with_scores([phase], shape, terms.micro_batch_tokens, terms.sequence_tokens, learner.dtype, 0)[0]
+
+
+REFERENCE = FunctionSpec(
+    FunctionName.REFERENCE,
+    FunctionRole.ANNOTATES,
+    "rlhfless.functions.per_token:PerTokenFunction",
+    _reference,
+    lambda spec: held(spec, "hold_reference"),
+    _reference_phases,
+    output="reference_logprobs",
+    worker="rlhfless.functions.shares:FrozenPolicy",
+)
+
+# Trained models: the critic, and the learner of the policy.
+
+
+def _critic(spec: RunSpec) -> ReplicaRequest | None:
+    if spec.critic is None:
+        return None
+    return ReplicaRequest(
+        FunctionName.CRITIC, Site.LEARNER_SHARED, ranks=spec.critic.world_size, ranks_key="critic.ranks"
+    )
+
+
+def _critic_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    """Return the memory phases of a critic, assumed to have the policy's size even if it starts from other files."""
+    critic = terms.spec.critic
+    if critic is None:
+        return ()
+    tokens = max(critic.pass_tokens, terms.sequence_tokens)
+    phases = value_phases(terms.shape, tokens, sharded(critic, terms.sheet.kind))
+    kept_layers = 1 if critic.recomputes else terms.shape.layers
+    phases = with_scores(phases, terms.shape, tokens, terms.sequence_tokens, critic.dtype, kept_layers)
+    return on_device(phases, terms.sheet.kind, critic.world_size, critic.copies)
+
+
+def _learner(spec: RunSpec) -> ReplicaRequest:
+    return ReplicaRequest(
+        FunctionName.LEARNER,
+        Site.LEARNER,
+        ranks=spec.learner.world_size,
+        ranks_key="learner.ranks",
+        fewest_ranks=spec.learner.min_ranks,
+    )
+
+
+def _learner_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    spec = terms.spec
+    learner, phases = spec.learner, learner_phases(terms, terms.micro_batch_tokens)
+    phases = on_device(phases, terms.sheet.kind, learner.world_size, learner.copies)
+    if spec.weights.transport != "cuda_ipc":
+        return phases
+    # Per layer or other tensor: this rank's float32 shard, the gathered tensor, and its layout for the engines.
+    whole = max(layer_parameters(terms.shape), terms.shape.head)
+    part = 4 * whole // spec.learner.world_size
+    gathered = MemoryPart(PUBLISHED, BUCKET_BYTES + part + 2 * DTYPE_BYTES[spec.model.dtype] * whole)
+    return tuple(replace(phase, parts=(*phase.parts, gathered)) for phase in phases)
+
+
+def learner_phases(terms: MemoryTerms, tokens: int) -> tuple[MemoryPhase, ...]:
+    """Return a learner rank's memory phases with micro-batches of `tokens` tokens, without its process overhead."""
+    spec, shape, learner = terms.spec, terms.shape, terms.spec.learner
+    how = sharded(learner, terms.sheet.kind)
+    if spec.type == "reward_model":
+        phases = value_phases(shape, tokens, how)
+    else:
+        how = replace(how, exact_head=learner.head_dtype == "float32")
+        phases = learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
+        phases = tuple(phase for phase in phases if not (spec.supervised and phase.name == PUBLISH))
+    kept_layers = 1 if learner.recomputes else shape.layers
+    return with_scores(phases, shape, tokens, terms.sequence_tokens, learner.dtype, kept_layers)
+
+
+CRITIC = FunctionSpec(
+    FunctionName.CRITIC,
+    FunctionRole.UPDATES,
+    "rlhfless.functions.training.controller:CriticFunction",
+    _critic,
+    lambda _: Bounds(1, "the critic keeps a part of the run's state"),
+    _critic_phases,
+    output="values",
+)
+
+LEARNER = FunctionSpec(
+    FunctionName.LEARNER,
+    FunctionRole.UPDATES,
+    "rlhfless.functions.learner.controller:LearnerFunction",
+    _learner,
+    lambda _: Bounds(1, "the learner keeps the run's state"),
+    _learner_phases,
+    publishes=True,
+)
