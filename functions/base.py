@@ -3,7 +3,8 @@
 A function is a Serve deployment with one replica. Serve revives a dead replica under the same name, so every reply
 carries the *incarnation*, a random ID per process: an unknown incarnation is a new replica that has loaded nothing.
 Calls carry (run, attempt, step); a replica refuses calls of an older attempt than the newest it has seen, so a
-driver that was believed dead can do no harm.
+driver that was believed dead can do no harm. Without a call in time a replica's lease ends, and it releases its device;
+the clock runs in a thread, so that a busy replica or a stuck event loop is watched too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -19,10 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
-from rlhfless.functions.cuda import require_shareable
-from rlhfless.functions.lease import Lease, LeaseTerms
+from rlhfless.functions.devices import Planned, require_shareable
 from rlhfless.functions.loopback import bind_replica_to_loopback
-from rlhfless.functions.out_of_memory import Planned
 from rlhfless.records import SleepTier, Slept
 from rlhfless.util.errors import UserError
 
@@ -287,3 +288,37 @@ class DeviceBinding:
                 for thread in os.listdir("/proc/self/task"):
                     with contextlib.suppress(ProcessLookupError):  # it may have exited since it was listed
                         os.sched_setaffinity(int(thread), wanted)
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """How long a replica lives without a call from its driver."""
+
+    first_s: float
+    """Seconds until the first call; must cover the start."""
+    renewed_s: float
+    """Seconds after each call."""
+
+
+class Lease:
+    """Calls `expired` once, from its own thread, when `renew` was not called in time."""
+
+    def __init__(self, terms: LeaseTerms, expired: Callable[[], None]) -> None:
+        self._terms = terms
+        self._expired = expired
+        self._ends_s = time.monotonic() + terms.first_s
+        threading.Thread(target=self._watch, name="lease", daemon=True).start()
+
+    def renew(self, for_s: float | None = None) -> None:
+        """Renew the lease for its regular term, or for `for_s`."""
+        self._ends_s = time.monotonic() + (self._terms.renewed_s if for_s is None else for_s)
+
+    def _watch(self) -> None:
+        while (left_s := self._ends_s - time.monotonic()) > 0:
+            # The first call shortens the wait, so check well before its end.
+            time.sleep(min(left_s, self._terms.renewed_s))
+        log.warning("no call for %.0f s; assuming the driver is gone and stopping this replica", self._terms.renewed_s)
+        self._expired()

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhfless.functions.base import DeviceBinding
-from rlhfless.functions.lease import LeaseTerms
-from rlhfless.functions.out_of_memory import Planned
+from rlhfless.functions.base import DeviceBinding, LeaseTerms
+from rlhfless.functions.devices import Planned
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, rank_devices
 from rlhfless.spec import ModelSpec, RunSpec
@@ -51,7 +50,7 @@ class Launch:
         return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
 
     def within_context(self, model: ModelSpec) -> ModelSpec:
-        """Return the model spec with the run's longest sequence as its context; see context_rope."""
+        """Return the model spec with the run's longest sequence as its context; see choose_frequencies."""
         return model.model_copy(update={"max_context_tokens": self.max_model_len})
 
     def planned(self, kind: FunctionSpec, allocation: Allocation) -> Planned:

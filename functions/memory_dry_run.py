@@ -20,19 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.algorithms.base import ActorCritic, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
-from rlhfless.functions.attention_form import load_fused
+from rlhfless.functions.attention_check import load_fused
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
-from rlhfless.functions.policy import (
-    POLICY,
-    TORCH_DTYPES,
-    Form,
-    PolicyNetwork,
-    checkpoint_activations,
-    logprob_outputs,
-    policy_of,
-    response_outputs,
-)
+from rlhfless.functions.policy import TORCH_DTYPES, PolicyNetwork, logprob_outputs, policy_of, response_outputs
+from rlhfless.functions.policy_loading import POLICY, Form, checkpoint_activations
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, set_gradient_reduction, shard
 from rlhfless.functions.training.critic import NEW_VALUES, CriticRank
 from rlhfless.functions.training.optimizer import ShardedAdamW

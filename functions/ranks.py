@@ -33,7 +33,7 @@ from rlhfless.functions.base import (
     ReplicaInfo,
     admitted,
 )
-from rlhfless.functions.cuda import ALLOCATOR, EXPANDABLE, PINNED, require_cuda
+from rlhfless.functions.devices import ALLOCATOR, EXPANDABLE, PINNED, naming_memory_errors, require_cuda
 from rlhfless.functions.loopback import (
     LOOPBACK,
     bind_rendezvous_to_loopback,
@@ -42,7 +42,6 @@ from rlhfless.functions.loopback import (
     loopback_environment,
     set_default_environment,
 )
-from rlhfless.functions.out_of_memory import naming_memory_errors
 from rlhfless.records import FloatArray, SleepTier, Slept
 from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.util.errors import UserError, class_and_line, first_line

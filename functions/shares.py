@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions.batching import MicroBatch, cut, deal, prompt_tokens
 from rlhfless.functions.host_offload import kept_by
-from rlhfless.functions.policy import Outputs, PolicyNetwork, load_policy, logprob_outputs, outputs_of
+from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, outputs_of
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import ModelSpec
 

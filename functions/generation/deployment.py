@@ -27,7 +27,7 @@ from rlhfless.functions.base import (
     ReplicaInfo,
     Reply,
 )
-from rlhfless.functions.cuda import cuda_fault
+from rlhfless.functions.devices import Planned, cuda_fault, engine_fault
 from rlhfless.functions.generation.engine import (
     OFFER,
     Engine,
@@ -49,7 +49,6 @@ from rlhfless.functions.generation.messages import (
 )
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.functions.launching import Launch, binding, is_shared
-from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
 from rlhfless.scaling.function_specs import FunctionSpec

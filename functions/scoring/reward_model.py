@@ -24,12 +24,12 @@ from rlhfless.chat.encoding import Encoder
 from rlhfless.chat.messages import ASSISTANT, Message, conversation, tools_of
 from rlhfless.chat.template import ChatTemplate, kwargs_problems
 from rlhfless.functions import sharding
-from rlhfless.functions.attention_form import ignored_by_sdpa, load_fused
-from rlhfless.functions.context_rope import choose_frequencies
+from rlhfless.functions.attention_check import ignored_by_sdpa, load_fused
 from rlhfless.functions.host_offload import kept_by
 from rlhfless.functions.lm_head import at_least_float32
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.policy import CHECK_TOLERANCE, TORCH_DTYPES
+from rlhfless.functions.policy_loading import choose_frequencies
 from rlhfless.records.fields import field_value
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec

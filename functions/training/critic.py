@@ -22,7 +22,8 @@ from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.ppo import with_explained_variance
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.lm_head import OutputHead, at_least_float32
-from rlhfless.functions.policy import Form, Outputs, PolicyNetwork, response_outputs
+from rlhfless.functions.policy import Outputs, PolicyNetwork, response_outputs
+from rlhfless.functions.policy_loading import Form
 from rlhfless.functions.shares import by_group
 from rlhfless.functions.training.rank import TrainingRank, load_trained
 from rlhfless.prefixes.packing import PackedSegments

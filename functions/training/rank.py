@@ -33,7 +33,8 @@ from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
 from rlhfless.functions.lm_head import at_least_float32
-from rlhfless.functions.policy import PolicyNetwork, load_policy
+from rlhfless.functions.policy import PolicyNetwork
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
 from rlhfless.functions.shares import share_of
 from rlhfless.functions.training.checkpoint import (

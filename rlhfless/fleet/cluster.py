@@ -28,8 +28,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from rlhfless.fleet import private_ray, ray_session
+from rlhfless.fleet.each_node import on_node
 from rlhfless.fleet.nodes import ambiguous, nodes_of
-from rlhfless.functions.on_node import on_node
 from rlhfless.prepare.machine import first_gpu_bytes
 from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.scaling.placement import Node

@@ -16,11 +16,12 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from rlhfless.functions.on_node import on_node
+from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.spec import RunSpec
 from rlhfless.spec.data import is_path, shadowed
 from rlhfless.spec.imports import TargetError, load_target
@@ -29,6 +30,18 @@ from rlhfless.util.errors import UserError, class_and_line
 from rlhfless.util.folders import private
 
 log = logging.getLogger(__name__)
+
+
+def on_node(node: str, work: Callable[..., object], *arguments: object) -> Any:
+    """Run `work` on a node, in a separate process without devices, and return Ray's reference to its result."""
+    options = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0, "max_calls": 1, "label_selector": {NODE_LABEL: node}}
+    task: Any = ray.remote(**options)(work)  # type: ignore[call-overload]  # Ray's types know no labels
+    return task.remote(*arguments)
+
+
+def node_address() -> str:
+    """Return the address of this process's node, as Ray knows it."""
+    return ray.util.get_node_ip_address()
 
 
 def on_each_node(

@@ -34,7 +34,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, OutOfMemoryError, RayActorError
 
-from rlhfless.functions.lease import Lease, LeaseTerms
+from rlhfless.functions.base import Lease, LeaseTerms
 from rlhfless.scaling.turn_scheduler import TurnScheduler
 from rlhfless.util.clock import monotonic_s
 from rlhfless.util.folders import private

@@ -12,8 +12,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlhfless.fleet.each_node import node_address
 from rlhfless.functions.loopback import free_port, interface_environment, set_default_environment
-from rlhfless.functions.on_node import node_address
 from rlhfless.selftest.check import CheckOutcome, Measured, NotHere, Wrong, outcome_of
 
 OnNodes = Callable[..., tuple[Mapping[str, Any], Mapping[str, str]]]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from rlhfless.functions.cuda import require_cuda
+from rlhfless.functions.devices import require_cuda
 from rlhfless.planning.host_memory import Needed, room_at, room_problems, store_base
 from rlhfless.scaling.memory import GIB, stored_versions, version_bytes
 from rlhfless.scaling.placement import CPU_KIND

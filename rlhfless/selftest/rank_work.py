@@ -19,10 +19,10 @@ from rlhfless.functions.attention_check import head_width, padded_difference
 from rlhfless.functions.attention_check import packed_difference as kernel_difference
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
 from rlhfless.functions.base import RankPlace
-from rlhfless.functions.compiled_layers import compile_layers, restore_layers
 from rlhfless.functions.host_offload import HostOffload, held_bytes
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.policy import CHECK_TOLERANCE
+from rlhfless.functions.policy_loading import compile_layers, restore_layers
 from rlhfless.functions.training.checkpoint import drain
 from rlhfless.prefixes.packing import ALWAYS, NEVER
 from rlhfless.records import FinishReason, FloatArray, Group, Probe, Prompt, PublishedWeights, Rollout

@@ -19,7 +19,7 @@ from rlhfless.control.drivers import LOG_FILE, write_order
 from rlhfless.control.memory_limits import says_out_of_memory
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.control.thread_priority import raise_priority, service_threads
-from rlhfless.functions.out_of_memory import OutOfMemory
+from rlhfless.functions.devices import OutOfMemory
 
 FILLS = """
 import resource

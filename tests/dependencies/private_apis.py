@@ -15,8 +15,7 @@ VERIFICATION, DRAFTING = (f"{VLLM}/{name}.py" for name in ("verification", "draf
 QUANTISED, SCHEDULER = f"{VLLM}/fp8.py", f"{VLLM}/scheduler.py"
 ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
-ATTENTION, FORM = "functions/prefix_attention.py", "functions/attention_form.py"
-CHECK = "functions/attention_check.py"
+ATTENTION, CHECK = "functions/prefix_attention.py", "functions/attention_check.py"
 PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_kernels.py"
 CLUSTER, SESSION, LEAVING = "rlhfless/fleet/cluster.py", "rlhfless/fleet/ray_session.py", "rlhfless/fleet/heartbeat.py"
 TENSORBOARD, PODS = "rlhfless/telemetry/tensorboard.py", "rlhfless/control/pods.py"
@@ -295,12 +294,12 @@ TRANSFORMERS_NAMES = (
                 "a model's own code goes into its checkpoints", takes=("obj", "folder", "config")),
     PrivateName("transformers.integrations.sdpa_attention.repeat_kv", (ATTENTION,), "KV heads",
                 takes=("hidden_states", "n_rep")),
-    PrivateName("transformers.integrations.sdpa_attention.sdpa_attention_forward", (ATTENTION, FORM, CHECK),
+    PrivateName("transformers.integrations.sdpa_attention.sdpa_attention_forward", (ATTENTION, CHECK),
                 "attention of rows without shared prefixes",
                 takes=("module", "query", "key", "value", "attention_mask")),
-    PrivateName("transformers.masking_utils.sdpa_mask", (ATTENTION, FORM), "its mask"),
-    PrivateName("torch.nn.Module", (FORM,), "a module with its own numbers", has=("_parameters",)),
-    PrivateName("transformers.PreTrainedConfig", ("functions/training/publishing.py", FORM),
+    PrivateName("transformers.masking_utils.sdpa_mask", (ATTENTION, CHECK), "its mask"),
+    PrivateName("torch.nn.Module", (CHECK,), "a module with its own numbers", has=("_parameters",)),
+    PrivateName("transformers.PreTrainedConfig", ("functions/training/publishing.py", CHECK),
                 "whether its code is its own; the attention of a model", has=("_auto_class", "_attn_implementation")),
     PrivateName("transformers.PreTrainedModel", ("rlhfless/scaling/latency/attention.py",),
                 "tell a model without fused attention",
@@ -369,7 +368,7 @@ TEXTS = (
     SourceText("automatic conversion of the weights", "transformers/utils/loading_report.py", (LOADING,),
                "tell weights that cannot be converted from other errors of a load"),
     SourceText("does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention",
-               "transformers/modeling_utils.py", (FORM,), "tell a model without `sdpa`, which gets `eager`"),
+               "transformers/modeling_utils.py", (CHECK,), "tell a model without `sdpa`, which gets `eager`"),
     SourceText("`trust_remote_code=True` to allow custom code", "transformers/dynamic_module_utils.py",
                ("rlhfless/prepare/model.py",), "tell a model that needs code of its own"),
     SourceText('getattr(model, "_weight_conversions", None)', "transformers/core_model_loading.py", (LOADING,),
@@ -401,10 +400,10 @@ VARIABLES = (
     SourceText("TORCHDYNAMO_DISABLE", "torch/_dynamo/eval_frame.py", (ARGUMENTS,), "an eager engine compiles nothing"),
     SourceText("TORCHINDUCTOR_CACHE_DIR", "torch/_inductor/runtime/cache_dir_utils.py",
                (SESSION, "rlhfless/cli/service.py"), "compiled code in a folder of the user's own"),
-    SourceText("PYTORCH_ALLOC_CONF", "torch/include/c10/core/AllocatorConfig.h", ("functions/cuda.py",), "pinning"),
-    SourceText("pinned_max_round_threshold_mb", "torch/lib/libc10.so", ("functions/cuda.py",),
+    SourceText("PYTORCH_ALLOC_CONF", "torch/include/c10/core/AllocatorConfig.h", ("functions/devices.py",), "pinning"),
+    SourceText("pinned_max_round_threshold_mb", "torch/lib/libc10.so", ("functions/devices.py",),
                "pinned blocks are not rounded up to powers of two"),
-    SourceText("expandable_segments", "torch/lib/libc10.so", ("functions/cuda.py",), "less fragmentation"),
+    SourceText("expandable_segments", "torch/lib/libc10.so", ("functions/devices.py",), "less fragmentation"),
     SourceText("_fixture_function_marker", "_pytest/fixtures.py", ("rlhfless/rewards/tested.py",), "fixtures of tests"),
     SourceText("_fixture_function", "_pytest/fixtures.py", ("rlhfless/rewards/tested.py",), "fixtures of tests"),
     SourceText("GLOO_SOCKET_IFNAME", "torch/lib/libtorch_cpu.so", (LOOPBACK,), "listen on loopback"),

@@ -21,8 +21,8 @@ from ray.serve.config import RequestRouterConfig
 
 from rlhfless.fleet.cluster import _make_router_configs_one_at_a_time, innermost
 from rlhfless.fleet.ray_session import _known_by_loopback, errors_to_log
+from rlhfless.functions.devices import engine_fault
 from rlhfless.functions.generation.engine_log import _ERROR, _PREFIX
-from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.functions.ranks import _of_network
 from rlhfless.functions.training.optimizer import MOMENTS
 from rlhfless.util.errors import UserError
@@ -73,11 +73,9 @@ def texts_in(file: Path, node_kind: type[ast.AST]) -> Iterator[str]:
     ],
 )
 def test_vllm_says_that_memory_lacks_in_words_that_we_know(module: str, says: str) -> None:
-    """functions/out_of_memory.py tells a lack of memory by them."""
+    """functions/devices.py tells a lack of memory by them."""
     said = [text for text in texts_in(package_folder("vllm") / module, ast.Raise) if says in text]
-    assert said, (
-        f"vllm/{module} raises nothing with {says!r}, by which functions/out_of_memory.py knows a lack of memory"
-    )
+    assert said, f"vllm/{module} raises nothing with {says!r}, by which functions/devices.py knows a lack of memory"
     assert all(engine_fault(f"ValueError: {text}", {}) for text in said)
 
 

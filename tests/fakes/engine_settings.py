@@ -1,9 +1,9 @@
 """Engine settings and leases of functions in the test's own process."""
 
+from rlhfless.functions.base import LeaseTerms
 from rlhfless.functions.generation.engine import (
     EngineSettings,
 )
-from rlhfless.functions.lease import LeaseTerms
 from rlhfless.spec import EngineSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.distributed import sharding_utils
 
-from rlhfless.functions import loading, policy
+from rlhfless.functions import loading, policy_loading
 
 
 class _NoStream:
@@ -40,7 +40,7 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, ranks: int) -> Iterator[Devi
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     monkeypatch.setattr(loading, "is_finite", lambda _: True)
     for name in ("_check_against_model", "_choose_attention", "_can_fuse_head"):
-        monkeypatch.setattr(policy, name, lambda *_: None)
+        monkeypatch.setattr(policy_loading, name, lambda *_: None)
     offset = sharding_utils.compute_local_shape_and_global_offset
 
     def with_data(*arguments: Any) -> Any:

@@ -15,9 +15,8 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.run_devices import RunDevices
-from rlhfless.functions.base import Call, DeviceBinding, Function, Reply
+from rlhfless.functions.base import Call, DeviceBinding, Function, LeaseTerms, Reply
 from rlhfless.functions.launching import binding
-from rlhfless.functions.lease import LeaseTerms
 from rlhfless.records import FunctionName, Holding, Invocation
 from rlhfless.scaling.function_specs import Bounds, declared
 from rlhfless.scaling.placement import Allocation, ReplicaRequest, Site, place

@@ -60,7 +60,7 @@ def believed_gpu(address: str, kind: str, folder: Path) -> Iterator[None]:
     """
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
-        "import rlhfless.functions.cuda as cuda\ncuda.require_cuda = lambda: None\n"
+        "import rlhfless.functions.devices as cuda\ncuda.require_cuda = lambda: None\n"
     )
     ray = str(Path(sys.executable).with_name("ray"))
     command = [ray, "start", f"--address={address}", "--node-ip-address=127.0.0.2", "--num-cpus=0", "--num-gpus=1"]

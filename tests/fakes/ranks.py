@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fakes.tiny_learner import VOCABULARY, make_critic, make_rank, make_supervised
-from rlhfless.functions import lm_head, policy, sharding
+from rlhfless.functions import lm_head, policy, policy_loading, sharding
 from rlhfless.spec import AdamWSpec
 
 OPTIMIZER = AdamWSpec(learning_rate=0.1, eps=1.0)
@@ -27,7 +27,7 @@ def compute_in_float64() -> None:
     """Use float64 wherever the product uses float32, small chunks of logits, and a group for each layer."""
     policy.TORCH_DTYPES["float32"] = torch.float64
     policy.CHECK_TOLERANCE[torch.float64] = 1e-9
-    policy.EAGER_TOLERANCE[torch.float64] = 1e-3  # norms compute in float32
+    policy_loading.EAGER_TOLERANCE[torch.float64] = 1e-3  # norms compute in float32
     lm_head.LOGITS_CHUNK_ELEMENTS = 7 * VOCABULARY
     sharding.ONE_GROUP_PARAMETERS = 0
     torch.set_default_dtype(torch.float64)

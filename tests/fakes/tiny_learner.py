@@ -20,9 +20,11 @@ from transformers import (
 from fakes.builders import drawn
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.base import RankPlace
+from rlhfless.functions.batching import cut
 from rlhfless.functions.learner.rank import LearnerRank, SupervisedRank
+from rlhfless.functions.policy import PolicyNetwork, logprob_outputs, outputs_of
 from rlhfless.functions.training.critic import CriticRank
-from rlhfless.records import Group, Prompt
+from rlhfless.records import FloatArray, Group, Prompt
 from rlhfless.records.rollouts import Example
 from rlhfless.spec import AdamWSpec, CriticSpec, DPOSpec, GRPOSpec, LearnerSpec, ModelSpec, PPOSpec
 
@@ -182,3 +184,11 @@ def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, 
         LearnerSpec(**({"threads": 1} | changes)),
         **specs,
     )
+
+
+def token_logprobs(
+    policy: PolicyNetwork, batch: PackedBatch, temperature: float, micro_batch_tokens: int
+) -> FloatArray:
+    """Return logprobs `[tokens]` without a gradient, 0 on prompt tokens, as old and reference logprobs are computed."""
+    parts = cut(batch, micro_batch_tokens, packing=policy.packing).parts
+    return outputs_of(policy, batch, logprob_outputs(policy, temperature), parts)

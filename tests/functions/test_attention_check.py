@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import fakes.fake_varlen  # noqa: F401  # registers the stand-in
-from rlhfless.functions import attention_kernels, policy, prefix_attention
+from rlhfless.functions import attention_kernels, policy_loading, prefix_attention
 from rlhfless.functions.attention_check import packed_difference, padded_difference
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
-from rlhfless.functions.policy import CHECK_TOLERANCE, load_policy, response_logprobs
+from rlhfless.functions.policy import CHECK_TOLERANCE, response_logprobs
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.prefixes.packing import NEVER
 from rlhfless.spec import ModelSpec
 
@@ -69,12 +70,12 @@ def test_rows_are_padded_where_the_kernel_does_not_work(monkeypatch, tiny_model,
 
 
 def test_rows_are_padded_in_float32_on_gpus(monkeypatch, tiny_model, batch, caplog):
-    monkeypatch.setattr(policy, "packed_rows_take", lambda *_: False)
+    monkeypatch.setattr(policy_loading, "packed_rows_take", lambda *_: False)
     assert_padded(tiny_model, batch, monkeypatch, caplog, "takes bfloat16 and float16", on_gpus=True)
 
 
 def assert_padded(path: str, batch: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, reason: str, *, on_gpus: bool):
-    monkeypatch.setattr(policy, "uses_varlen", lambda _: on_gpus)
+    monkeypatch.setattr(policy_loading, "uses_varlen", lambda _: on_gpus)
     with caplog.at_level(logging.WARNING):
         loaded = load_policy(ModelSpec(path=path), parameter_dtype="float32", compute_dtype="float32", device=CPU)
     assert (loaded.packing, loaded.varlen) == (NEVER, False)

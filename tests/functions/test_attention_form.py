@@ -25,12 +25,13 @@ from transformers import (
     VaultGemmaConfig,
 )
 
-from fakes.tiny_learner import make_pairs, make_rank, make_supervised
+from fakes.tiny_learner import make_pairs, make_rank, make_supervised, token_logprobs
 from fakes.tiny_models import FAMILIES, SHAPE, save
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.supervised import pack_examples
-from rlhfless.functions.attention_form import ignored_by_sdpa
-from rlhfless.functions.policy import PolicyNetwork, load_policy, logprob_outputs, response_outputs, token_logprobs
+from rlhfless.functions.attention_check import ignored_by_sdpa
+from rlhfless.functions.policy import PolicyNetwork, logprob_outputs, response_outputs
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.records import FinishReason
 from rlhfless.rewards import RewardSample

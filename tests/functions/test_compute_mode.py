@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhfless.functions import cuda
+from rlhfless.functions import devices
 from rlhfless.functions.base import DeviceBinding
-from rlhfless.functions.cuda import GpuNotShared, require_shareable
+from rlhfless.functions.devices import GpuNotShared, require_shareable
 from rlhfless.functions.launching import is_shared
 from rlhfless.functions.ranks import RankActor
 from rlhfless.scaling.placement import Allocation, Device
@@ -21,7 +21,7 @@ Smi = Callable[[str], Path]
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     """Puts an nvidia-smi that runs these shell words first on the path; returns the file of what it was asked."""
-    monkeypatch.setattr(cuda, "MPS_FOLDER", str(tmp_path / "no-mps"))
+    monkeypatch.setattr(devices, "MPS_FOLDER", str(tmp_path / "no-mps"))
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 

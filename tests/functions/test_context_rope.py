@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig
 
+from fakes.tiny_learner import token_logprobs
 from fakes.tiny_models import SHAPE, save
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.policy import PolicyNetwork, load_policy, token_logprobs
+from rlhfless.functions.policy import PolicyNetwork
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.spec import ModelSpec
 
 ORIGINAL = 16

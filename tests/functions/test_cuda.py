@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfless.functions import cuda
+from rlhfless.functions import devices
 from rlhfless.functions.base import DeviceBinding
-from rlhfless.functions.cuda import ALLOCATOR, NoCuda, cuda_fault, require_cuda
+from rlhfless.functions.devices import ALLOCATOR, NoCuda, cuda_fault, require_cuda
 from rlhfless.functions.ranks import RankActor
 
 NO_DRIVER = "no NVIDIA driver is there (/proc/driver/nvidia/version); install NVIDIA's driver on the node"
@@ -36,7 +36,7 @@ def test_the_error_names_driver_wheel_and_mend(
     monkeypatch.setattr(torch.version, "cuda", wheel)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     if driver is not None:
-        monkeypatch.setattr(cuda, "DRIVER_VERSION", tmp_path / "version")
+        monkeypatch.setattr(devices, "DRIVER_VERSION", tmp_path / "version")
         (tmp_path / "version").write_text(driver)
     with pytest.raises(NoCuda) as told:
         require_cuda()
@@ -46,7 +46,7 @@ def test_the_error_names_driver_wheel_and_mend(
 
 
 def test_the_end_of_an_engine_is_told_by_its_cause() -> None:
-    trace = "the engine's process failed:\nTraceback\n  raise\nrlhfless.functions.cuda.NoCuda: no CUDA on n: why\n"
+    trace = "the engine's process failed:\nTraceback\n  raise\nrlhfless.functions.devices.NoCuda: no CUDA on n: why\n"
     assert str(cuda_fault(trace)) == "no CUDA on n: why"
     assert cuda_fault("the engine's process failed:\nKeyError: 'no such layer'") is None
 

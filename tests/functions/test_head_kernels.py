@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfless.functions import policy
+from rlhfless.functions import policy_loading
 from rlhfless.functions.lm_head import OutputHead
 
 pytest.importorskip("triton", reason="Triton, which torch's CPU wheels do not bring, is not installed")
@@ -112,7 +112,7 @@ def test_a_head_that_differs_stays_plain_and_the_reason_is_logged(
     monkeypatch.setattr(head_kernels, "fused_difference", difference)
     network: Any = SimpleNamespace(device=torch.device("cuda"), head=None, most=lambda count: count)
     with caplog.at_level(logging.WARNING):
-        assert policy._can_fuse_head(network, "m", torch.bfloat16) is not bool(text)
+        assert policy_loading._can_fuse_head(network, "m", torch.bfloat16) is not bool(text)
     assert text in caplog.text
     network.device = torch.device("cpu")
-    assert not policy._can_fuse_head(network, "m", torch.bfloat16)
+    assert not policy_loading._can_fuse_head(network, "m", torch.bfloat16)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhfless.functions.lease import Lease, LeaseTerms
+from rlhfless.functions.base import Lease, LeaseTerms
 
 
 def test_it_ends_when_no_sign_of_life_comes() -> None:
@@ -33,7 +33,7 @@ def test_renewing_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
         if now_s < 5:
             lease.renew()
 
-    monkeypatch.setattr("rlhfless.functions.lease.time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    monkeypatch.setattr("rlhfless.functions.base.time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     lease = Lease(LeaseTerms(first_s=1, renewed_s=1), ended.set)
     made.set()
     assert ended.wait(60)

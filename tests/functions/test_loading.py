@@ -16,7 +16,7 @@ from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.kinds import REFERENCE
 from rlhfless.functions.loading import is_finite
 from rlhfless.functions.per_token import PerTokenFunction, PerTokenSettings
-from rlhfless.functions.policy import load_policy
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.spec import ModelSpec
 from rlhfless.spec.errors import InputError
 

@@ -10,8 +10,9 @@ from transformers import (
     FalconH1Config,
 )
 
+from fakes.tiny_learner import token_logprobs
 from fakes.tiny_models import FAMILIES, SHAPE, save
-from rlhfless.functions.policy import load_policy, token_logprobs
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.spec import ModelSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhfless.functions.out_of_memory import GIB, OutOfMemory, engine_fault, naming_memory_errors
+from rlhfless.functions.devices import GIB, OutOfMemory, engine_fault, naming_memory_errors
 
 PLANNED = {"learn": 3 * GIB, "generate": GIB // 2}
 

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from fakes.tiny_learner import token_logprobs
 from rlhfless.algorithms.batch import select
 from rlhfless.functions import lm_head
 from rlhfless.functions.batching import micro_batches
-from rlhfless.functions.policy import load_policy, response_logprobs, token_logprobs
+from rlhfless.functions.policy import response_logprobs
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.spec import ModelSpec
 
 

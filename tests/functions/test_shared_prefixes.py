@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.builders import drawn
+from fakes.tiny_learner import token_logprobs
 from fakes.tiny_models import FAMILIES, save
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack, select
 from rlhfless.functions.batching import MicroBatch, cut, deal, fed_sequences, prompt_tokens
-from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs, token_logprobs
+from rlhfless.functions.policy import PolicyNetwork, response_logprobs
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.functions.prefix_attention import PrefixLayout, shared_prefix_attention
 from rlhfless.prefixes.packing import ALWAYS, JOIN_KEYS, NEVER, ON_CPUS, PackedSegments, Packing, SharingSequences
 from rlhfless.records import Group, Prompt

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import fakes.fake_varlen  # noqa: F401  # registers the stand-in
 from rlhfless.algorithms.batch import select
-from rlhfless.functions import policy as policy_module
+from rlhfless.functions import policy_loading
 from rlhfless.functions.batching import fed_sequences
-from rlhfless.functions.policy import load_policy, policy_of, response_logprobs
+from rlhfless.functions.policy import policy_of, response_logprobs
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.functions.prefix_attention import NAME, VarlenLayout, shared_prefix_attention
 from rlhfless.prefixes.packing import ALWAYS, PackedSegments, Packing, SharingSequences
 from rlhfless.spec import ModelSpec
@@ -100,7 +101,7 @@ def test_it_is_plain_attention(prefixes, users, heads, head, nested):
 @pytest.fixture
 def loaded(tiny_model, monkeypatch):
     """`loaded(checkpointing)`: a policy in float64 that computes as on a GPU."""
-    monkeypatch.setattr(policy_module, "uses_varlen", lambda _: True)
+    monkeypatch.setattr(policy_loading, "uses_varlen", lambda _: True)
 
     def load(checkpointing: bool = False) -> Any:
         policy = load_policy(

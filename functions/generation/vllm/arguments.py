@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rlhfless.functions.cuda import ALLOCATOR, FLASHINFER, PINNED
+from rlhfless.functions.devices import ALLOCATOR, FLASHINFER, PINNED
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.loopback import (
     INTERFACE,

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlhfless.functions.cuda import hide_flashinfer, require_cuda
+from rlhfless.functions.devices import hide_flashinfer, require_cuda
 from rlhfless.functions.generation.engine import EngineError, EngineSettings
 from rlhfless.functions.generation.vllm.messages import (
     Crashed,

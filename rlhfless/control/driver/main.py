@@ -25,7 +25,7 @@ from rlhfless.control.memory_limits import use_reserve
 from rlhfless.control.run_files import ALLOWED_FILE, allowed_in, leave_mark
 from rlhfless.control.spec_paths import location_problems
 from rlhfless.fleet.ray_session import NoCluster
-from rlhfless.functions.out_of_memory import OutOfMemory
+from rlhfless.functions.devices import OutOfMemory
 from rlhfless.orchestrator.driver import execute
 from rlhfless.orchestrator.exit_codes import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.orchestrator.host import RunPaused, StopCause

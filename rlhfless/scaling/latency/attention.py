@@ -100,7 +100,7 @@ _IGNORED_BY_FUSED = re.compile(r"\b(s_aux|position_bias)=")
 def attention_form(config: Mapping[str, Any]) -> tuple[AttentionForm, str]:
     """Return the form, and the reason if it is not `fused`, from the values of a text model's config.json.
 
-    When a model is loaded, its outputs are compared to determine this (rlhfless.functions.attention_form), which
+    When a model is loaded, its outputs are compared to determine this (rlhfless.functions.attention_check), which
     imports torch. Here only transformers' source of the model is read; models with code elsewhere are `unknown`.
     """
     if cap := config.get("attn_logit_softcapping"):

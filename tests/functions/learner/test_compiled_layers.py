@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions import compiled_layers
-from rlhfless.functions.compiled_layers import compile_layers, restore_layers
+from rlhfless.functions import policy_loading
+from rlhfless.functions.policy_loading import compile_layers, restore_layers
 from rlhfless.selftest import rank_work
 from rlhfless.spec import AdamWSpec
 
@@ -21,13 +21,13 @@ def test_a_step_of_compiled_layers_is_that_of_plain_ones(
 ) -> None:
     """With FSDP and activation checkpointing around the layers, and micro-batches of several widths. These backends run
     the captured graphs with torch's own kernels, and need no compiler."""
-    monkeypatch.setattr(compiled_layers, "BACKEND", backend)
+    monkeypatch.setattr(policy_loading, "BACKEND", backend)
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):
         changes = {"compile": compiled, "gradient_checkpointing": True, "share_prefixes": shared}
         with learner(optimizer=AdamWSpec(learning_rate=0.1, eps=1.0), micro_batch_tokens=64, **changes) as rank:
-            assert compiled == any("forward" in vars(layer) for layer in compiled_layers.layers_of(rank._model))
+            assert compiled == any("forward" in vars(layer) for layer in policy_loading.layers_of(rank._model))
             given = batch.with_columns(old_logprobs=rank.evaluate(batch)) if evaluates else batch
             results.append((rank.learn(given, Passes(2) if evaluates else Passes()), rank.weights()))
             if compiled:
@@ -41,11 +41,11 @@ def test_a_step_of_compiled_layers_is_that_of_plain_ones(
 
 @pytest.mark.long
 def test_the_self_test_times_steps_with_plain_and_with_compiled_layers(learner, batch, monkeypatch) -> None:
-    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    monkeypatch.setattr(policy_loading, "BACKEND", "eager")
     torch._dynamo.reset()
     with learner(micro_batch_tokens=64, share_prefixes=False) as rank:
         found = rank_work.compiled(rank, batch)
-        assert not any("forward" in vars(layer) for layer in compiled_layers.layers_of(rank._model))
+        assert not any("forward" in vars(layer) for layer in policy_loading.layers_of(rank._model))
     assert found["difference_nats"] < 1e-5
     assert min(found[name] for name in ("plain_s", "compiled_s", "first_s")) > 0
 

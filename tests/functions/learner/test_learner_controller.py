@@ -16,6 +16,7 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions import ranks as ranks_module
 from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken
+from rlhfless.functions.devices import OutOfMemory
 from rlhfless.functions.learner.controller import (
     LearnerActor,
     LearnerFunction,
@@ -24,7 +25,6 @@ from rlhfless.functions.learner.controller import (
     SupervisedActor,
 )
 from rlhfless.functions.learner.rank import LearnerRank, SupervisedRank
-from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.functions.ranks import RankGroup
 from rlhfless.functions.training.controller import CriticActor
 from rlhfless.functions.training.critic import CriticRank

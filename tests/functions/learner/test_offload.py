@@ -8,7 +8,8 @@ import torch
 
 from fakes.fake_cuda import pretended_cuda
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions.policy import load_policy, response_logprobs
+from rlhfless.functions.policy import response_logprobs
+from rlhfless.functions.policy_loading import load_policy
 from rlhfless.functions.sharding import local
 from rlhfless.functions.training.optimizer import MOMENTS, ShardedAdamW
 from rlhfless.spec import AdamWSpec, ModelSpec

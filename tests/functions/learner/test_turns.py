@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.tiny_learner import token_logprobs
 from rlhfless.algorithms.base import LossInputs
 from rlhfless.algorithms.batch import Denominators, by_sample, pack, select
 from rlhfless.algorithms.group_based import GRPO
 from rlhfless.algorithms.passes import mini_batches
 from rlhfless.functions.lm_head import OutputHead
-from rlhfless.functions.policy import PolicyNetwork, response_logprobs, token_logprobs
+from rlhfless.functions.policy import PolicyNetwork, response_logprobs
 from rlhfless.records import FinishReason, GivenSegment, Group, Prompt, Rollout, Sample, Score, Source
 from rlhfless.spec import GRPOSpec
 

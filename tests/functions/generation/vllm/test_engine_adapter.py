@@ -12,6 +12,7 @@ import pytest
 
 from fakes.engine_settings import SETTINGS
 from rlhfless.fleet.cluster import innermost
+from rlhfless.functions.devices import engine_fault
 from rlhfless.functions.generation.engine import (
     EngineDead,
     EngineError,
@@ -20,7 +21,6 @@ from rlhfless.functions.generation.engine import (
 )
 from rlhfless.functions.generation.vllm import adapter
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
-from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.records import FinishReason, Probe, PublishedWeights, WeightVersion
 from rlhfless.spec import TimeoutsSpec
 

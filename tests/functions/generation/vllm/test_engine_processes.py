@@ -12,10 +12,9 @@ import torch
 
 from fakes.repository import FAKES
 from fakes.tiny_models import make_tiny_model, tiny_settings
-from rlhfless.functions.cuda import cuda_fault
+from rlhfless.functions.devices import cuda_fault, engine_fault
 from rlhfless.functions.generation.engine import EngineDead
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
-from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.spec import EngineSpec
 from rlhfless.weights.store import FolderStore
 

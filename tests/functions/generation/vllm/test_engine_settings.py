@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rlhfless
-from rlhfless.functions.cuda import FLASHINFER
+from rlhfless.functions.devices import FLASHINFER
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm import arguments
 from rlhfless.functions.generation.vllm import arguments as arguments_module
@@ -165,7 +165,7 @@ def test_the_compiler_of_a_host_does_not_decide_about_flashinfer(setting: str, f
     for tool in ("nvcc", "ninja"):
         (tmp_path / "bin" / tool).touch(0o755)
     code = (
-        "from rlhfless.functions.cuda import hide_flashinfer; hide_flashinfer()\n"
+        "from rlhfless.functions.devices import hide_flashinfer; hide_flashinfer()\n"
         "from vllm.utils.flashinfer import has_flashinfer; print('found', has_flashinfer())"
     )
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
