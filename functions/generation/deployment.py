@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from rlhfless.functions.base import (
     Call,
+    CallResult,
     CallUsage,
     DeviceBinding,
     Function,
@@ -26,6 +27,7 @@ from rlhfless.functions.base import (
     FunctionSettings,
     ReplicaInfo,
     Reply,
+    admitted,
 )
 from rlhfless.functions.devices import Planned, cuda_fault, engine_fault
 from rlhfless.functions.generation.engine import (
@@ -34,6 +36,7 @@ from rlhfless.functions.generation.engine import (
     EngineDead,
     EngineSettings,
     EngineTimeout,
+    KvTransfer,
     LoadReport,
     Sampled,
     SampleRequest,
@@ -43,7 +46,6 @@ from rlhfless.functions.generation.engine_log import log_file
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
     GenerationEvent,
-    KvOffer,
     PrecomputeRequest,
     SampleKey,
 )
@@ -135,9 +137,9 @@ class GenerationFunction(Function):
         """Running requests, each with the attempt that asked."""
         self._cached = CachedBlocks(self._engine.block_tokens)
 
-    async def describe(self, call: Call) -> Reply[ReplicaInfo]:
+    @admitted
+    async def describe(self, _: Call) -> CallResult[ReplicaInfo]:
         """Describe the replica. Raises FunctionBroken if the engine is dead."""
-        self.admit(call)
         if not self._engine.usable:
             raise FunctionBroken("the engine is dead")
         engine = self._engine
@@ -147,17 +149,17 @@ class GenerationFunction(Function):
             start_seconds=engine.start_seconds,
             log=str(engine.log),
         )
-        return self.reply(about, time.time())
+        return CallResult(about)
 
-    async def load(self, call: Call, published: PublishedWeights, *, in_flight: bool = False) -> Reply[Loaded]:
+    @admitted
+    async def load(self, call: Call, published: PublishedWeights, *, in_flight: bool = False) -> CallResult[Loaded]:
         """Load and check a version; does nothing if it is already loaded.
 
         With `in_flight`, its samples resume with the new weights (see Engine.load), even while the probe runs: if
         the probe fails, the run stops and learns from none of them. Raises StoreNotShared, and WeightCheckFailed, after
         which the replica serves nothing until a load passes.
         """
-        self.admit(call)
-        start_s, report = time.time(), None
+        report = None
         async with self._loading:
             await self._end_earlier(call)
             if self._loaded is None or self._loaded.version != published.version:
@@ -173,7 +175,7 @@ class GenerationFunction(Function):
                     await self._wake_and_check()
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         transport, read_back = (None, published.tensors) if report is None else (report.transport, report.read_back)
-        return self.reply(Loaded(published.version.label, transport, read_back), start_s, usage)
+        return CallResult(Loaded(published.version.label, transport, read_back), usage)
 
     async def _end_earlier(self, call: Call) -> None:
         """Drop the samples of earlier attempts.
@@ -215,7 +217,7 @@ class GenerationFunction(Function):
             del self._runs[run]
             await run.cancel()
 
-    async def precompute(self, call: Call, request: PrecomputeRequest) -> Reply[tuple[KvOffer | None, ...]]:
+    async def precompute(self, call: Call, request: PrecomputeRequest) -> Reply[tuple[KvTransfer | None, ...]]:
         """Put the KV of prefixes into the engine's cache, in order, and return their offers if requested.
 
         Raises WrongVersion.
@@ -244,7 +246,7 @@ class GenerationFunction(Function):
         )
         return self.reply(tuple(sampled.kv_offer for sampled in done), start_s, usage)
 
-    async def _prefill(self, prefix: tuple[int, ...], version: str, kv_transfer: KvOffer | None) -> Sampled:
+    async def _prefill(self, prefix: tuple[int, ...], version: str, kv_transfer: KvTransfer | None) -> Sampled:
         """Prefill by generating a single token, which is dropped."""
         name = f"{self.incarnation}-prefix-{uuid4().hex}"
         prefill = SampleRequest(name, prefix, seed=None, max_tokens=1, temperature=0.0, cache_salt=version)
@@ -261,18 +263,16 @@ class GenerationFunction(Function):
             label = None if serving is None else serving.label
             raise WrongVersion(f"{request.actor} was asked for {request.version} and serves {label}")
 
-    async def abort(self, call: Call, keys: Sequence[SampleKey] | None = None) -> Reply[int]:
+    @admitted
+    async def abort(self, _: Call, keys: Sequence[SampleKey] | None = None) -> CallResult[int]:
         """Stop the samples of `keys`, or all if None; their streams yield the tokens so far. Idempotent."""
-        self.admit(call)
-        start_s = time.time()
         with self._engine_faults("an abort"):
             aborted = sum([await run.abort(keys) for run in list(self._runs)])
-        return self.reply(aborted, start_s)
+        return CallResult(aborted)
 
-    async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:
+    @admitted
+    async def sleep(self, call: Call, tier: SleepTier) -> CallResult[Slept]:
         """Put the drained engine to sleep; see Engine.sleep. Raises EngineBusy."""
-        self.admit(call)
-        start_s = time.time()
         async with self._loading:
             await self._end_earlier(call)
             with self._engine_faults("falling asleep"):
@@ -280,20 +280,19 @@ class GenerationFunction(Function):
             self._cached.clear()
             if self._engine.rest.empty:
                 self._loaded = None
-        return self.reply(slept, start_s)
+        return CallResult(slept)
 
-    async def wake(self, call: Call) -> Reply[None]:
+    @admitted
+    async def wake(self, _: Call) -> CallResult[None]:
         """Wake the engine and probe retained weights. Raises WeightCheckFailed if they changed.
 
         After DROPPED the actor serves nothing until a load, which wakes it implicitly.
         """
-        self.admit(call)
-        start_s = time.time()
         async with self._loading:
             if self._engine.rest.tier is not None:
                 with self._engine_faults("waking up"):
                     await self._wake_and_check()
-        return self.reply(None, start_s)
+        return CallResult(None)
 
     async def _wake_and_check(self) -> None:
         """Wake the engine and probe the retained weights."""
@@ -303,12 +302,11 @@ class GenerationFunction(Function):
             logprobs = await self._engine.logprobs(probe.token_ids)
             check_probe(version, probe, logprobs, OF_ROUNDING * self._settings.probe_tolerance)
 
-    async def stop(self, call: Call) -> Reply[None]:
+    @admitted
+    async def stop(self, _: Call) -> CallResult[None]:
         """Shut the engine down. The replica answers nothing afterwards."""
-        self.admit(call)
-        start_s = time.time()
         await self._engine.stop()
-        return self.reply(None, start_s)
+        return CallResult(None)
 
     def clean_up(self) -> None:
         """Delete the node's weight cache, which outlives processes.

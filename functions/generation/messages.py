@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlhfless.functions.base import Reply
+from rlhfless.functions.generation.engine import KvTransfer
 from rlhfless.records import IntArray, Rollout
-
-KvOffer = Mapping[str, Any]
-"""Data with which a KV connector fetches the KV of a prefix from the actor that computed it."""
 
 SampleKey = tuple[str, int]
 """(prompt ID, sample index): the name of a sample within its step."""
@@ -73,7 +70,7 @@ class PrecomputeRequest:
     version: str
     """Label of the weight version that must be loaded: KV of another version is never hit."""
     actor: str
-    offers: tuple[KvOffer | None, ...] = ()
+    offers: tuple[KvTransfer | None, ...] = ()
     """By prefix: another actor's offer of its KV. Without an offer the prefix is computed."""
     offer: bool = False
     """Return an offer of the KV of each prefix."""

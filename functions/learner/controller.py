@@ -272,10 +272,10 @@ class LearnerFunction(TrainedFunction):
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
 
-    async def offers(self, call: Call, version: WeightVersion) -> Reply[bool]:
+    @admitted
+    async def offers(self, _: Call, version: WeightVersion) -> CallResult[bool]:
         """Return whether `feed` can serve a version: it is the current one and no step is being learned."""
-        self.admit(call)
-        return self.reply(self._offers(version), time.time())
+        return CallResult(self._offers(version))
 
     def _offers(self, version: WeightVersion) -> bool:
         learning = self._learning is not None and not self._learning[1].done()

@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call
-from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest, SampleItem
+from rlhfless.functions.generation.engine import KvTransfer
+from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS, to_precompute
@@ -28,7 +29,7 @@ from rlhfless.scaling.latency.fitted import EngineSpeeds
 log = logging.getLogger(__name__)
 
 Prompt = tuple[int, ...]
-Offers = tuple[KvOffer | None, ...]
+Offers = tuple[KvTransfer | None, ...]
 
 
 class PrefillActors:
@@ -219,7 +220,7 @@ class Precomputation:
         return True
 
     async def _call(
-        self, actor: Replica, prefixes: tuple[Prefix, ...], version: str, offers: tuple[KvOffer | None, ...] = ()
+        self, actor: Replica, prefixes: tuple[Prefix, ...], version: str, offers: tuple[KvTransfer | None, ...] = ()
     ) -> None:
         request = PrecomputeRequest(prefixes, version, actor.name, offers, or_newer=self._in_flight)
         try:
