@@ -1,12 +1,17 @@
 """The checks of a load, on numbers by hand."""
 
+from __future__ import annotations
+
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.records import Probe, WeightVersion
+from rlhfless.weights.address import StoreAddress, StoreNotShared
 from rlhfless.weights.check import (
     PROBE_TOLERANCE,
     WeightCheckFailed,
@@ -125,3 +130,12 @@ def test_a_deep_bfloat16_model_passes_the_probe_with_a_margin(layers: int) -> No
     engine = logprobs()
     model.float()
     check_probe(VERSION, Probe(tokens, logprobs()), engine, default_tolerance("bfloat16", layers, "off") / 2)
+
+
+def test_a_folder_that_the_learner_does_not_write_to_is_named_with_its_node(tmp_path: Path) -> None:
+    address = StoreAddress("file", str(tmp_path / "store"))
+    with pytest.raises(StoreNotShared, match=r"transport is file, but '.*store' on node .* Set weights\.transport"):
+        address.require_shared()
+    StoreHome(address.folder).open("127.0.0.1")
+    address.require_shared()
+    StoreAddress("http", str(tmp_path / "cache"), "token").require_shared()  # each node has its own
