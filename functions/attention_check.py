@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhfless.functions.prefix_attention import packed_row, shared_prefix_attention
-from rlhfless.prefixes.packing import PackedSegments, Packing, SharingSequences
+from rlhfless.prefixes.packing import Packing, SharingSequences
 
 CHECKED_HEADS = ((2, 2, 64), (7, 1, 128))
 """(heads, KV heads, head dimension). Kernels differ by head dimension."""
@@ -57,11 +57,12 @@ def packed_difference(device: torch.device, dtype: torch.dtype, *, varlen: bool,
 
     `head`: an additional head dimension to check on GPUs.
     """
-    packed = _checked_row()
+    lengths = np.array([len(sequence) for sequence in _CHECKED_SEQUENCES])
+    packing = Packing(math.inf, least_saved_tokens=1)
+    packed = SharingSequences(np.concatenate(_CHECKED_SEQUENCES), lengths, packing).pack(np.arange(len(lengths)))
     row = packed_row(packed, device, varlen=varlen)
     seen = torch.zeros(len(packed.source), len(packed.source), dtype=torch.bool)
-    ends = np.cumsum([len(sequence) for sequence in _CHECKED_SEQUENCES])
-    for index in np.split(packed.index, ends[:-1]):
+    for index in np.split(packed.index, np.cumsum(lengths)[:-1]):
         at = torch.from_numpy(index)
         seen[at[:, None], at] |= torch.ones(len(at), len(at), dtype=torch.bool).tril()
 
@@ -82,12 +83,6 @@ def padded_difference(device: torch.device, dtype: torch.dtype) -> float:
         return sdpa_attention_forward(module, query, key, value, None, is_causal=True)[0]
 
     return _largest(attention, seen, CHECKED_HEADS, dtype)
-
-
-def _checked_row() -> PackedSegments:
-    lengths = np.array([len(sequence) for sequence in _CHECKED_SEQUENCES])
-    packing = Packing(math.inf, least_saved_tokens=1)
-    return SharingSequences(np.concatenate(_CHECKED_SEQUENCES), lengths, packing).pack(np.arange(len(lengths)))
 
 
 def _largest(

@@ -1,4 +1,4 @@
-"""Dry-run a step of the real learner or critic to find a rank's peak memory without its devices.
+"""Dry-run a step of the real learner to find a rank's peak memory without its devices.
 
 Tensors have shapes but no data (torch's FakeTensorMode), the other ranks are simulated (its fake process group), and
 torch's FSDPMemTracker sums up live memory. Everything else is the ranks' own code. The optimiser's state is counted
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,19 +18,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlhfless.algorithms.base import ActorCritic, algorithm_of
+from rlhfless.algorithms.base import algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.attention_check import load_fused
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
-from rlhfless.functions.policy import TORCH_DTYPES, PolicyNetwork, logprob_outputs, policy_of, response_outputs
+from rlhfless.functions.policy import TORCH_DTYPES, PolicyNetwork, policy_of
 from rlhfless.functions.policy_loading import POLICY, Form, checkpoint_activations
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, set_gradient_reduction, shard
-from rlhfless.functions.training.critic import NEW_VALUES, CriticRank
 from rlhfless.functions.training.optimizer import ShardedAdamW
 from rlhfless.functions.training.rank import TrainingRank
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
-from rlhfless.spec import AdamWSpec, CriticSpec, DType, GRPOSpec, LearnerSpec, PPOSpec, TrainingSpec
+from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, TrainingSpec
 
 MICRO_BATCHES = 2
 """The second one adds to the gradients of the first."""
@@ -44,15 +43,10 @@ def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: 
     The result has `total` and its parts by the tracker's categories. `config` is a transformers config. Must run in
     a process without a process group.
     """
-    return _peak_bytes(lambda mesh: _learner(config, learner, mesh), learner, ranks, _batch(rows, width))
+    return dry_run_peak(lambda mesh: _learner(config, learner, mesh), learner, ranks, _batch(rows, width))
 
 
-def critic_peak_bytes(config: Any, critic: CriticSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
-    """Return the same for a critic; see `peak_bytes`."""
-    return _peak_bytes(lambda mesh: _critic(config, critic, mesh), critic, ranks, _batch(rows, width))
-
-
-def _peak_bytes(
+def dry_run_peak(
     make: Callable[[DeviceMesh], TrainingRank], training: TrainingSpec, ranks: int, batch: PackedBatch
 ) -> Mapping[str, int]:
     dist.init_process_group("fake", rank=0, world_size=ranks)
@@ -64,24 +58,6 @@ def _peak_bytes(
             rank._policy.settle()
             rank._optimizer.forget_gradients()
             return _tracked(rank, batch)
-    finally:
-        dist.destroy_process_group()
-
-
-def frozen_peak_bytes(config: Any, dtype: DType, ranks: int, rows: int, width: int) -> Mapping[str, int]:
-    """Return the same for the reference: passes without a gradient, with weights in `dtype`; see `peak_bytes`."""
-    dist.init_process_group("fake", rank=0, world_size=ranks)
-    try:
-        mesh = mesh_of(CPU, ranks) if ranks > 1 else None
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            policy = _policy(config, LearnerSpec(dtype="float32"), mesh, TORCH_DTYPES[dtype])
-            batch = _batch(rows, width)
-            response_outputs(policy, batch, logprob_outputs(policy, 1.0))
-            policy.settle()
-            tracker = FSDPMemTracker(policy.model)
-            with tracker:
-                response_outputs(policy, batch, logprob_outputs(policy, 1.0))
-            return _peak(tracker)
     finally:
         dist.destroy_process_group()
 
@@ -107,13 +83,6 @@ def _learner(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank
     rank = LearnerRank.__new__(LearnerRank)
     rank._algorithm, rank._temperature, rank._entropy_gradient = algorithm_of(GRPOSpec()), 1.0, False
     _fill(rank, learner, mesh, _policy(config, learner, mesh), AdamWSpec())
-    return rank
-
-
-def _critic(config: Any, critic: CriticSpec, mesh: DeviceMesh) -> CriticRank:
-    rank = CriticRank.__new__(CriticRank)
-    rank._algorithm = cast(ActorCritic, algorithm_of(PPOSpec()))
-    _fill(rank, critic, mesh, _network(NEW_VALUES, config, critic, mesh), critic.optimizer)
     return rank
 
 

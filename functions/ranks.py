@@ -111,7 +111,8 @@ class RankGroup:
         self, method: str, failures: Mapping[int, BaseException], late: list[int], asked: int, limit_s: float
     ) -> BaseException:
         """Return the ranks' error if all raised the same kind, which leaves them in step; otherwise kill the ranks."""
-        causes = {number: _cause(error) for number, error in failures.items()}
+        # The errors that methods raised, or else those of the calls.
+        causes = {n: error.cause if isinstance(error, RayTaskError) else error for n, error in failures.items()}
         if len(failures) == asked and all(map(_raised, failures.values())):
             kinds = {type(cause) for cause in causes.values()}
             if len(kinds) == 1 and (asked == 1 or not any(map(_of_network, causes.values()))):
@@ -143,11 +144,6 @@ class RankGroup:
         broken = FunctionBroken(f"{self._function} rank {number} {what}: {reason}")
         broken.__cause__ = cause
         return broken
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the error that the method raised, or the error of the call."""
-    return error.cause if isinstance(error, RayTaskError) else error
 
 
 def _raised(error: BaseException) -> bool:

@@ -29,15 +29,13 @@ if TYPE_CHECKING:
 
 def share_of(policy: PolicyNetwork, batch: PackedBatch, budget_tokens: int) -> IntArray:
     """Return this rank's sequences `[share]`, dealt for equal work on all ranks."""
-    ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
+    ranks, rank = _place(policy)
     return deal(batch, budget_tokens, ranks, packing=policy.packing)[rank]
 
 
-def share_logprobs(
-    policy: PolicyNetwork, batch: PackedBatch, temperature: float, budget_tokens: int
-) -> tuple[FloatArray, int]:
-    """Compute `share_outputs` of the logprob head."""
-    return share_outputs(policy, batch, logprob_outputs(policy, temperature), budget_tokens)
+def _place(policy: PolicyNetwork) -> tuple[int, int]:
+    """Return the number of ranks, and the number of this one."""
+    return (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
 
 
 def share_outputs(
@@ -64,20 +62,16 @@ def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget
     """
     parts: list[MicroBatch] = []
     saved = 0
-    for group in _groups_of_rank(policy, batch):
+    ranks, rank = _place(policy)
+    groups = batch.sequence_groups
+    largest_first = np.argsort(-np.bincount(groups, batch.lengths), kind="stable")
+    for number in largest_first[rank::ranks]:
+        group = np.flatnonzero(groups == number)
         own = select(batch, group)
         pieces = cut(own, budget_tokens, packing=policy.packing)
         parts += [dataclasses.replace(part, indices=group[part.indices]) for part in pieces.parts]
         saved += prompt_tokens(own) - pieces.prompt_tokens
     return all_reduce_rows(policy, outputs_of(policy, batch, outputs, parts)), saved
-
-
-def _groups_of_rank(policy: PolicyNetwork, batch: PackedBatch) -> list[IntArray]:
-    """Return the sequences of each group of this rank. Groups are dealt largest first, for equal work."""
-    ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
-    groups = batch.sequence_groups
-    order = np.argsort(-np.bincount(groups, batch.lengths), kind="stable")[rank::ranks]
-    return [np.flatnonzero(groups == group) for group in order]
 
 
 def all_reduce_rows(policy: PolicyNetwork, values: FloatArray) -> FloatArray:

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from uuid import uuid4
 
 from rlhfless.functions.base import (
@@ -120,14 +119,17 @@ class GenerationFunction(Function):
 
     async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
         # Serve awaits the constructor; the replica is ready when the engine is.
+        from ray import serve  # takes seconds to import, and a driver that only makes calls does not need it
+
         super().__init__(settings)
         settings.binding.bind()
         add_import_paths(settings.import_paths)
         self._settings = settings
         with self.starting():
             settings.binding.require_usable()
+            log_of_replica = log_file(settings.run_folder, settings.run_id, serve.get_replica_context().app_name)
             try:
-                self._engine: Engine = await engine_class(settings.engine).start(settings.engine, _log_file(settings))
+                self._engine: Engine = await engine_class(settings.engine).start(settings.engine, log_of_replica)
             except EngineDead as error:
                 fault = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
                 raise fault or error from error
@@ -328,12 +330,6 @@ class GenerationFunction(Function):
         except (EngineDead, EngineTimeout, WeightFileError) as error:
             self._engine.kill()
             raise FunctionBroken(f"the engine failed during {doing}: {error}") from error
-
-
-def _log_file(settings: GenerationSettings) -> Path:
-    from ray import serve  # takes seconds to import, and a driver that only makes calls does not need it
-
-    return log_file(settings.run_folder, settings.run_id, serve.get_replica_context().app_name)
 
 
 @contextmanager

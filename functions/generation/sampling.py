@@ -76,7 +76,11 @@ class RequestRun:
                 first = await asyncio.wait_for(self._queue.get(), max(0.0, heartbeat_s - time.time()))
             except TimeoutError:
                 if time.time() > deadline:
-                    raise TimeoutError(self._overdue()) from None
+                    left = sum(self._missing.values())
+                    raise TimeoutError(
+                        f"{self._request.actor}: {left} of {len(self._request.items)} samples still running after "
+                        f"{self._request.timeout_s:.0f} s (timeouts.generate_s)"
+                    ) from None
                 self._engine.require_heartbeat(self._request.heartbeat_s)
                 heartbeat_s = time.time() + self._request.progress_interval_s
                 yield self._progress()
@@ -216,13 +220,6 @@ class RequestRun:
             for rollout in siblings
         }
         return Progress(self._incarnation, running, ended)
-
-    def _overdue(self) -> str:
-        left = sum(self._missing.values())
-        return (
-            f"{self._request.actor}: {left} of {len(self._request.items)} samples still running after "
-            f"{self._request.timeout_s:.0f} s (timeouts.generate_s)"
-        )
 
 
 def kept_tokens(item: SampleItem) -> int:

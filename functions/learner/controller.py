@@ -146,7 +146,9 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         if averaged:
             self._averaged = stored.version
         else:
-            self._forget_old(stored.version)
+            self._published = [*(each for each in self._published if each != stored.version), stored.version]
+            while len(self._published) > self._settings.kept_versions:
+                self._store.delete(self._published.pop(0))
         probe = Probe(self._settings.probe_token_ids, (), samples)
         return (PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe),)
 
@@ -172,12 +174,6 @@ class LearnerActor(TrainingActor[LearnerSettings]):
 
     def _as_published(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
         return self._rank.averaged() if averaged else contextlib.nullcontext()
-
-    def _forget_old(self, version: WeightVersion) -> None:
-        """Delete versions beyond `kept_versions`."""
-        self._published = [*(each for each in self._published if each != version), version]
-        while len(self._published) > self._settings.kept_versions:
-            self._store.delete(self._published.pop(0))
 
 
 class SupervisedActor(TrainingActor[LearnerSettings]):

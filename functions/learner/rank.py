@@ -15,7 +15,7 @@ from rlhfless.functions.base import RankPlace
 from rlhfless.functions.batching import MicroBatches, cut_pairs, deal_pairs
 from rlhfless.functions.learner.exact_forward import ExactForward
 from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, response_logprobs, response_outputs
-from rlhfless.functions.shares import all_reduce_rows, share_logprobs, share_outputs
+from rlhfless.functions.shares import all_reduce_rows, share_outputs
 from rlhfless.functions.training.critic import load_critic, values_of
 from rlhfless.functions.training.publishing import Lent, gathered_as, published_stream, sampling
 from rlhfless.functions.training.rank import TrainingRank, load_trained_policy
@@ -60,7 +60,9 @@ class LearnerRank(TrainingRank):
 
     def _evaluate_share(self, batch: PackedBatch) -> FloatArray:
         """Evaluate this rank's sequences; 0 on the tokens of other ranks."""
-        return share_logprobs(self._policy, batch, self._temperature, self._training.pass_tokens)[0]
+        return share_outputs(
+            self._policy, batch, logprob_outputs(self._policy, self._temperature), self._training.pass_tokens
+        )[0]
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
         """Take a training step (see TrainingRank). *Collective.*

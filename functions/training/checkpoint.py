@@ -160,7 +160,9 @@ def save_checkpoint(
     try:
         (_to_store if is_url(location) else _to_folder)(location, contents.write, savers)
     except _RankFailed as error:
-        where = location if is_url(location) else f"{_free_mib(Path(location).parent)} MiB are free there"
+        parent = Path(location).parent
+        free_mib = shutil.disk_usage(parent).free // 2**20 if parent.exists() else 0
+        where = location if is_url(location) else f"{free_mib} MiB are free there"
         raise CheckpointError(
             f"the checkpoint {location} could not be written ({error}); {where}. "
             "Earlier checkpoints are untouched: correct that, such as by freeing some space, and resume the run"
@@ -219,10 +221,6 @@ def _first_failure(error: BaseException) -> str:
         inner = next(iter(error.failures.values()))[0]
         return f"{type(inner).__name__}: {inner}"
     return str(error)
-
-
-def _free_mib(folder: Path) -> int:
-    return shutil.disk_usage(folder).free // 2**20 if folder.exists() else 0
 
 
 def _to_folder(location: str, write: Callable[[Path], None], savers: Savers) -> None:

@@ -113,18 +113,14 @@ def named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers, in place and in their own dtype; shared ones once."""
     parameters = dict(model.named_parameters())
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    persistent = {name: value for name, value in model.named_buffers() if name not in _transient(model)}
-    return {name: parameter.detach() for name, parameter in parameters.items()} | {
-        name: value for name, value in persistent.items() if name not in shared
-    }
-
-
-def _transient(model: torch.nn.Module) -> set[str]:
-    """Return the names of the buffers that a checkpoint leaves out."""
-    return {
+    transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
+    }
+    persistent = {name: value for name, value in model.named_buffers() if name not in transient}
+    return {name: parameter.detach() for name, parameter in parameters.items()} | {
+        name: value for name, value in persistent.items() if name not in shared
     }
 
 

@@ -219,7 +219,7 @@ def test_scores_of_eager_attention_are_counted(form: Any, checkpointing: bool, m
     ],
 )
 def test_the_critics_own_code_holds_what_the_plan_says(ranks: int, critic: CriticSpec, layers: int) -> None:
-    from rlhfless.functions.memory_dry_run import critic_peak_bytes
+    from fakes.dry_runs import critic_peak_bytes
 
     sizes = QWEN_7B | {"num_hidden_layers": layers}
     held = critic_peak_bytes(Qwen2Config(**sizes), critic, ranks, rows=4, width=1024)
@@ -272,7 +272,7 @@ def test_a_critic_has_the_most_ranks_that_fit_and_the_frozen_models_those_of_a_n
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(4, "bfloat16"), (8, "float32")])
 def test_the_references_own_code_holds_what_the_plan_says(ranks: int, dtype: Any) -> None:
-    from rlhfless.functions.memory_dry_run import frozen_peak_bytes
+    from fakes.dry_runs import frozen_peak_bytes
 
     sizes = QWEN_7B | {"num_hidden_layers": 2}
     held = frozen_peak_bytes(Qwen2Config(**sizes), dtype, ranks, rows=4, width=1024)

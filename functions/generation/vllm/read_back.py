@@ -223,7 +223,8 @@ class _Recorder:
             parts += self._looked_up(flat[where], where.start or 0)
             return returned
 
-        return load if _can_be_read(layer, name, parameter, users) else pass_over
+        through = name == "weight" and any(_has_product(user) for user in users.get(id(parameter), (layer,)))
+        return load if through or _lies_open(layer, name) else pass_over
 
     def _scratch(self, shape: torch.Size) -> torch.Tensor:
         place, count = _place(shape, self._device), shape.numel()
@@ -262,20 +263,14 @@ def _users(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
     return users
 
 
-def _can_be_read(
-    layer: torch.nn.Module, name: str, parameter: torch.Tensor, users: Mapping[int, list[torch.nn.Module]]
-) -> bool:
-    """Return whether `_read` can return a parameter's values; not for quantised experts."""
-    through = name == "weight" and any(_has_product(user) for user in users.get(id(parameter), (layer,)))
-    return through or _lies_open(layer, name)
-
-
 def _lies_open(layer: torch.nn.Module, name: str) -> bool:
     """Return whether a layer computes with a parameter as stored."""
     method = getattr(layer, "quant_method", None)
     if method is None or name == "bias" or isinstance(method, UnquantizedEmbeddingMethod):
         return True
-    return _experts_lie_open(method)
+    return isinstance(method, UnquantizedFusedMoEMethod) and (
+        method.unquantized_backend in _AS_LOADED or method.unquantized_backend is _HALVES_SWAPPED
+    )
 
 
 def _has_product(layer: torch.nn.Module) -> bool:
@@ -302,13 +297,6 @@ def _through_product(layer: Any, held: _Held) -> torch.Tensor:
     one_hot = torch.nn.functional.one_hot(held.columns, width).to(*input_format(layer))
     answers: torch.Tensor = layer.quant_method.apply(layer, one_hot)
     return answers[held.column.to(answers.device), (held.indices // width).to(answers.device)]
-
-
-def _experts_lie_open(method: object) -> bool:
-    """Return whether the method's kernel computes with values stored in the parameters."""
-    return isinstance(method, UnquantizedFusedMoEMethod) and (
-        method.unquantized_backend in _AS_LOADED or method.unquantized_backend is _HALVES_SWAPPED
-    )
 
 
 def _in_kernel_order(layer: Any, name: str, shape: torch.Size, indices: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ took. Phases that vLLM does not have (graphs on CPUs) or does not report (a sile
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,9 @@ def phases(build_s: float, workers: Iterable[WorkerStart], weights_bytes: int) -
         for phase, phase_s in seconds.items():
             slowest[phase] = max(slowest.get(phase, 0.0), phase_s)
     rest_s = max(build_s - sum(slowest.values()), 0.0)
-    return _sourced(slowest, disk_bytes, weights_bytes) | {str(StartPhase.BUILD): rest_s}
-
-
-def _sourced(seconds: Mapping[str, float], disk_bytes: int, weights_bytes: int) -> dict[str, float]:
-    """Name the weights phase after the source of the weights."""
-    from_disk = weights_bytes > 0 and disk_bytes >= FROM_DISK * weights_bytes
-    name = {StartPhase.WEIGHTS_CACHE: StartPhase.WEIGHTS_DISK} if from_disk else {}
-    return {str(name.get(StartPhase(phase), phase)): phase_s for phase, phase_s in seconds.items()}
+    if weights_bytes > 0 and disk_bytes >= FROM_DISK * weights_bytes and StartPhase.WEIGHTS_CACHE in slowest:
+        slowest[str(StartPhase.WEIGHTS_DISK)] = slowest.pop(StartPhase.WEIGHTS_CACHE)
+    return slowest | {str(StartPhase.BUILD): rest_s}
 
 
 def weights_bytes(model: str) -> int:
