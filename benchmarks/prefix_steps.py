@@ -42,7 +42,7 @@ from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.functions.generation.engine import EngineSettings, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
-from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS, to_precompute
+from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS, to_precompute
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import Trace, compare_samples, read_trace

@@ -22,7 +22,7 @@ from rlhfless.functions.generation.engine import KvTransfer
 from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS, to_precompute
+from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS, to_precompute
 from rlhfless.records import Work
 from rlhfless.scaling.latency.fitted import EngineSpeeds
 

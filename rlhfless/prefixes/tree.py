@@ -1,6 +1,12 @@
-"""Shared prefixes of prompts for planning, from lengths only: the simulator's side of `rlhfless.prefixes`.
+"""Shared prefixes of prompts for planning, from lengths only, and the ones that an actor computes in advance.
 
 A `PrefixForest`, which knows the tokens, gives the same tree.
+
+By default an engine computes a prefix with the first sample that starts with it: its cache contains a block as soon
+as it is allocated. Prefixes of several prompts are instead computed before the samples that start with them, shorter
+before longer, in a separate call. The ledger then separates their cost from the samples', and all samples hit them,
+whatever the order of admission. Prompts of a single group are left to the engine: computing them first would delay
+its decoding until all prefills are done.
 """
 
 from __future__ import annotations
@@ -11,9 +17,19 @@ from functools import cached_property
 
 import numpy as np
 
-from rlhfless.prefixes.precompute import LEAST_TOKENS, itself, nearest_long
 from rlhfless.prefixes.trie import NONE, PrefixForest, lineage, shared_prefixes
 from rlhfless.records import IntArray
+
+LEAST_TOKENS = 256
+"""Shorter prefixes are left to the engine: a separate call takes about 10 ms, in which an engine on one CPU core
+prefills some hundred tokens of a small model."""
+
+BLOCK_TOKENS = 16
+"""Block size for counting prefixes, vLLM's smallest."""
+
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a KV block on CPU engines. The attention kernel requires multiples of 32, and vLLM's default of 128
+shares no short prompts."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,8 @@ class PrefixTree:
 
     def unique_tokens(self, prompt_tokens: IntArray) -> int:
         """Return the number of prompt tokens, counting each shared prefix once; `prompt_tokens` [prompts]."""
-        used = self._used(self.leaf)
+        leaves = set(self.leaf.tolist())
+        used = np.array(sorted({prefix for leaf in leaves for prefix in self.lineage(leaf)}), np.int64)
         return int(self.own_tokens[used].sum() + (prompt_tokens - self.shared_tokens).sum())
 
     def long(self, least_tokens: int = LEAST_TOKENS) -> PrefixTree:
@@ -134,12 +151,43 @@ class PrefixTree:
         return np.array([rank[lineage] for lineage in of_prompts], np.int64)
 
     def to_precompute(self, prompts: IntArray, least_tokens: int = LEAST_TOKENS) -> list[int]:
-        """Return the prefixes that at least two of these distinct prompts share; see `precompute.to_precompute`."""
+        """Return the prefixes that at least two of these distinct prompts share; see the function."""
         users = np.zeros(len(self), np.int64)
         for leaf in self.leaf[prompts].tolist():
             users[self.lineage(leaf)] += 1
         return itself(nearest_long(self.parent, self.tokens, least_tokens, (users > 1).tolist()))
 
-    def _used(self, leaves: IntArray) -> IntArray:
-        """Return the prefixes of these leaves, ascending."""
-        return np.array(sorted({prefix for leaf in set(leaves.tolist()) for prefix in self.lineage(leaf)}), np.int64)
+
+def to_precompute(prompts: Sequence[tuple[int, ...]], least_tokens: int = LEAST_TOKENS) -> list[tuple[int, ...]]:
+    """Return the prefixes shared by at least two of these distinct prompts, parents first.
+
+    Each adds at least `least_tokens` to the previously chosen prefix that it starts with.
+    """
+    long = [prompt for prompt in prompts if len(prompt) > least_tokens]
+    if len(long) < 2:
+        return []
+    forest = shared_prefixes(long, block_tokens=BLOCK_TOKENS)
+    chosen = itself(nearest_long(forest.parent, forest.tokens, least_tokens))
+    return [tuple(long[int(forest.users(prefix)[0])][: int(forest.tokens[prefix])]) for prefix in chosen]
+
+
+def nearest_long(
+    parent: IntArray, tokens: IntArray, least_tokens: int, wanted: Sequence[bool] | None = None
+) -> IntArray:
+    """Return the longest chosen prefix at or above each prefix, or NONE, `[prefixes]`.
+
+    A prefix is chosen if it is `wanted` (all if None) and adds `least_tokens` to the longest chosen prefix above it.
+    """
+    nearest = np.full(len(parent) + 1, NONE)  # the last one stands for NONE
+    for prefix in range(len(parent)):
+        above = int(nearest[parent[prefix]])
+        begins = int(tokens[above]) if above != NONE else 0
+        chosen = (wanted is None or wanted[prefix]) and tokens[prefix] - begins >= least_tokens
+        nearest[prefix] = prefix if chosen else above
+    return nearest[:-1]
+
+
+def itself(nearest: IntArray) -> list[int]:
+    """Return the chosen prefixes: those that are their own nearest."""
+    own: list[int] = np.flatnonzero(nearest == np.arange(len(nearest))).tolist()
+    return own

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhfless.prefixes.packing import ALWAYS, ON_CPUS
-from rlhfless.prefixes.precompute import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
+from rlhfless.prefixes.tree import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.records import FunctionName, WeightVersion, Work
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout

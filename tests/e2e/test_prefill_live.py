@@ -19,7 +19,7 @@ from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session
 from rlhfless.planning.preflight import preflight
-from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
+from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.spec import RunSpec

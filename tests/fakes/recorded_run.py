@@ -19,8 +19,8 @@ from fakes.tiny_scenario import (
     PRICES,
 )
 from fakes.views import Restless
-from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
+from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS
 from rlhfless.records import (
     PREFIXES,
     Decision,

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless.prefixes.packing import Packing, SharingSequences
-from rlhfless.prefixes.precompute import BLOCK_TOKENS, LEAST_TOKENS, to_precompute
 from rlhfless.prefixes.shared_forward import SharedForward, saved_tokens
-from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.prefixes.tree import BLOCK_TOKENS, LEAST_TOKENS, PrefixTree, to_precompute
 from rlhfless.prefixes.trie import NONE, shared_prefixes
 
 WHOLE = 10**6

@@ -30,7 +30,7 @@ from rlhfless.functions.loopback import (
     is_loopback,
     loopback_environment,
 )
-from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
+from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS
 from rlhfless.scaling.memory import CPU_KV_GIB
 
 SUPPORTED_RELEASE = "0.32"

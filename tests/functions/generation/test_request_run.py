@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fakes.builders import drawn
 from rlhfless.functions.base import Call
@@ -24,7 +27,8 @@ from rlhfless.functions.generation.messages import (
 )
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.records import FinishReason, VersionSpan
+from rlhfless.records import FinishReason, Probe, PublishedWeights, VersionSpan, WeightVersion
+from rlhfless.weights.address import StoreAddress, StoreNotShared
 
 
 class FakeEngine:
@@ -238,3 +242,12 @@ async def test_a_driver_that_takes_over_finds_no_samples_of_the_one_before() -> 
     await function._end_earlier(Call("run", attempt=2, step=0))
     assert list(engine.progress()) == [engine.asked[1].request_id]
     await own.cancel()
+
+
+async def test_a_load_from_a_folder_that_is_not_the_learners_names_the_node(tmp_path: Path) -> None:
+    store: Any = SimpleNamespace(engine=SimpleNamespace(store=StoreAddress("file", str(tmp_path))))
+    function = GenerationFunction.__new__(GenerationFunction)
+    function._settings, function._loading, function._loaded, function._runs = store, asyncio.Lock(), None, {}
+    published = PublishedWeights(WeightVersion("run", 1, 2, "digest"), str(tmp_path / "w"), 1, 1, Probe((), ()))
+    with pytest.raises(StoreNotShared, match="is not the folder that the learner writes to"):
+        await GenerationFunction.load.__wrapped__(function, Call("run", 1, 2), published)  # type: ignore[attr-defined]

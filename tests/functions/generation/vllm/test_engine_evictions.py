@@ -11,7 +11,7 @@ from fakes.tiny_models import VOCABULARY, make_tiny_model, tiny_settings
 from rlhfless.functions.generation.engine import SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
+from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS
 from rlhfless.spec import EngineSpec
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.asyncio]

@@ -37,7 +37,7 @@ from rlhfless.functions.generation.engine import (
     SampleRequest,
 )
 from rlhfless.functions.generation.vllm.arguments import CPU_BLOCK_TOKENS
-from rlhfless.prefixes.precompute import to_precompute
+from rlhfless.prefixes.tree import to_precompute
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import FinishReason, SleepTier, Slept, VersionSpan
 from rlhfless.scaling.latency.shape import ModelShape

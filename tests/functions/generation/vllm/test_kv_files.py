@@ -14,7 +14,7 @@ import pytest_asyncio
 from fakes.tiny_models import VOCABULARY, make_tiny_model, tiny_settings
 from rlhfless.functions.generation.engine import OFFER, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
-from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
+from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS
 from rlhfless.spec import EngineSpec
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
