@@ -16,6 +16,7 @@ from fakes.engine_settings import LONG
 from fakes.ranks import PATIENCE_S, Work, compute_in_float64, run_processes
 from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
+from rlhfless.functions.base import RankPlace
 from rlhfless.functions.per_token import PerTokenSettings
 from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.functions.sharding import join_frozen
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 def _process(rendezvous: Path, rank: int, ranks: int, work: Work, given: Mapping, queue) -> None:
     compute_in_float64()
     try:
-        queue.put((rank, work(join_frozen(f"file://{rendezvous}", rank, ranks, PATIENCE_S), **given)))
+        queue.put((rank, work(join_frozen(RankPlace(rank, ranks, f"file://{rendezvous}", PATIENCE_S)), **given)))
     except Exception as error:  # the test looks at it
         queue.put((rank, error))
 

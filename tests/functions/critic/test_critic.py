@@ -75,7 +75,7 @@ def test_the_values_of_a_group_do_not_depend_on_what_came_with_it(critic, batch)
         together, _ = rank.compute(batch)
         for group in range(6):
             sequences = np.flatnonzero(batch.sequence_groups == group)
-            alone, _ = rank.values(select(batch, sequences))
+            alone, _ = rank.compute(select(batch, sequences))
             assert np.array_equal(alone, together[np.isin(batch.sequence_id, sequences)]), group
 
 
