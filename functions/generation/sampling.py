@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -28,8 +27,9 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
     StreamEnd,
 )
+from rlhfless.functions.generation.rollouter import Rollouter, SingleTurn, kept_tokens
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.records import FinishReason, Rollout, VersionSpan
+from rlhfless.records import FinishReason, Rollout
 from rlhfless.records.ledger import added
 from rlhfless.util.text import storable
 
@@ -43,9 +43,11 @@ class RequestRun:
         request: GenerateRequest,
         incarnation: str,
         cached: CachedBlocks | None = None,
+        rollouter: Rollouter | None = None,
     ) -> None:
         """`cached`: the prompts that the engine computed before this request, used only to count evictions."""
         self._engine = engine
+        self._rollouter = rollouter or SingleTurn()
         self._request = request
         self._incarnation = incarnation
         self._start_s = time.time()
@@ -76,11 +78,7 @@ class RequestRun:
                 first = await asyncio.wait_for(self._queue.get(), max(0.0, heartbeat_s - time.time()))
             except TimeoutError:
                 if time.time() > deadline:
-                    left = sum(self._missing.values())
-                    raise TimeoutError(
-                        f"{self._request.actor}: {left} of {len(self._request.items)} samples still running after "
-                        f"{self._request.timeout_s:.0f} s (timeouts.generate_s)"
-                    ) from None
+                    raise TimeoutError(self._overdue()) from None
                 self._engine.require_heartbeat(self._request.heartbeat_s)
                 heartbeat_s = time.time() + self._request.progress_interval_s
                 yield self._progress()
@@ -108,34 +106,17 @@ class RequestRun:
 
     async def _sample(self, item: SampleItem) -> None:
         started_s = time.time()
+
+        async def draw(token_ids: tuple[int, ...], drawn_tokens: int) -> Sampled:
+            sampled = await self._engine.sample(self._asked(item, token_ids, drawn_tokens))
+            self._count(item, sampled)
+            return sampled
+
         try:
-            self._queue.put_nowait(self._rollout(item, await self._response(item), started_s))
+            sampled = await self._rollouter.finish(item, draw)
+            self._queue.put_nowait(self._rollout(item, sampled, started_s))
         except Exception as error:
             self._queue.put_nowait(error)
-
-    async def _response(self, item: SampleItem) -> Sampled:
-        """Generate the response to a prompt, resuming where an earlier actor stopped: with that actor's tokens."""
-        prior, kept = item.prior, kept_tokens(item)
-        if prior is None:
-            return await self._generate(item, item.prompt_token_ids, 0)
-        rest = await self._generate(item, item.prompt_token_ids + tuple(map(int, prior.token_ids[:kept])), kept)
-        # A sample aborted while queued has generated nothing, and loses nothing.
-        if not rest.token_ids:
-            kept, rest = len(prior.token_ids), replace(rest, text=prior.text)
-        before = (VersionSpan(s.version, s.start, min(s.end, kept)) for s in prior.version_spans if s.start < kept)
-        moved = (VersionSpan(s.version, s.start + kept, s.end + kept) for s in rest.version_spans)
-        return replace(
-            rest,
-            token_ids=(*map(int, prior.token_ids[:kept]), *rest.token_ids),
-            logprobs=(*prior.logprobs[:kept].tolist(), *rest.logprobs),
-            version_spans=(*before, *moved),
-        )
-
-    async def _generate(self, item: SampleItem, token_ids: tuple[int, ...], drawn_tokens: int) -> Sampled:
-        """Continue `token_ids`, the last `drawn_tokens` of which were generated earlier with the item's seed."""
-        sampled = await self._engine.sample(self._asked(item, token_ids, drawn_tokens))
-        self._count(item, sampled)
-        return sampled
 
     def _asked(self, item: SampleItem, token_ids: tuple[int, ...], drawn_tokens: int) -> SampleRequest:
         sampling = self._request.sampling
@@ -221,10 +202,9 @@ class RequestRun:
         }
         return Progress(self._incarnation, running, ended)
 
-
-def kept_tokens(item: SampleItem) -> int:
-    """Return how many tokens of an earlier actor a sample keeps: all but the last.
-
-    The last is generated again to verify that both engines agree (rlhfless.orchestrator.in_flight_samples.Replayed).
-    """
-    return 0 if item.prior is None else max(0, len(item.prior.token_ids) - 1)
+    def _overdue(self) -> str:
+        left = sum(self._missing.values())
+        return (
+            f"{self._request.actor}: {left} of {len(self._request.items)} samples still running after "
+            f"{self._request.timeout_s:.0f} s (timeouts.generate_s)"
+        )
