@@ -271,7 +271,12 @@ _OTHER = "use a model of the families in docs/environments.md"
 
 def tool_message(call: ToolCall, index: int, text: str) -> Message:
     """Return the result of a turn's call number `index` for the model."""
-    return Message("tool", (text,), further={"tool_call_id": _call_id(call, index), "name": call.name})
+    return Message("tool", (text,), further={"tool_call_id": _call_id(call, index), "name": _function_name(call)})
+
+
+def _function_name(call: ToolCall) -> str:
+    """Return a name that every template can write: the model may have called anything."""
+    return call.name if re.fullmatch(r"[\w.-]{1,64}", call.name) else "unknown"
 
 
 def _call_id(call: ToolCall, index: int) -> str:
@@ -286,5 +291,9 @@ def _answered(calls: Sequence[ToolCall]) -> Message:
     """Return an assistant's turn whose last text is the stand-in."""
     if not calls:
         return Message(ASSISTANT, (_ANSWER,))
-    *others, last = (ToolCall(call.name, {}, _call_id(call, index)) for index, call in enumerate(calls))
-    return Message(ASSISTANT, ("",), calls=(*others, ToolCall(f"{last.name}{_ANSWER}", {}, last.call_id)))
+    names = [_function_name(call) for call in calls]
+    names[-1] += _ANSWER
+    written = (
+        ToolCall(name, {}, _call_id(call, index)) for index, (name, call) in enumerate(zip(names, calls, strict=True))
+    )
+    return Message(ASSISTANT, ("",), calls=tuple(written))

@@ -227,9 +227,15 @@ def _checked_function(function: Callable[..., Any]) -> tuple[dict[str, Tool], li
 
 def _checked_class(code: type) -> tuple[dict[str, Tool], list[Problem]]:
     problems = list(_method_problems(code))
+    for name in dir(code):
+        member = inspect.getattr_static(code, name, None)
+        if isinstance(member, staticmethod | classmethod) and not name.startswith("_") and name not in OWN_METHODS:
+            what = f"is a {type(member).__name__}, and tools are methods of an episode's object"
+            problems.append(Problem(name, what, f"give it `self`; or call it `_{name}` if it is not a tool"))
     tools: dict[str, Tool] = {}
     for name, method in inspect.getmembers(code, inspect.isfunction):
-        if not name.startswith("_") and name not in OWN_METHODS:
+        is_method = inspect.isfunction(inspect.getattr_static(code, name))
+        if is_method and not name.startswith("_") and name not in OWN_METHODS:
             faults = list(_tool_problems(name, method))
             problems += faults
             if not faults:

@@ -76,7 +76,7 @@ def _blocks(text: str, opening: str, closing: str) -> list[str]:
 
 
 def _call(value: Any) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise Unreadable('a tool call is a JSON object with "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):

@@ -114,7 +114,12 @@ class _Trial:
         for number in range(self._settings.episodes):
             task = self._task(number)
             policy = model or self._policy(number)
-            episode = await play_episode(task, policy, self._chat, self._workers, self._settings.limits)
+            try:
+                episode = await play_episode(task, policy, self._chat, self._workers, self._settings.limits)
+            except DataFault as error:  # the template does not take these messages
+                raise InputError(
+                    "the rows cannot be used", [Problem(task.prompt_id, str(error), error.hint)]
+                ) from error
             self._found.episodes.append(episode)
             self._found.transcripts.append(transcript(episode, self._tokenizer))
             self._found.faults.update(set(episode.failures))

@@ -60,6 +60,7 @@ def random_turn(rng: random.Random, chat: TemplateFormat, ends: list[str]) -> st
         ToolCall("echo", {"text": 'é"\n</tool_call>'[: rng.randint(0, 4)], "flag": False}),
         ToolCall("nothing", {}),
         ToolCall("missing", {"x": 1}),
+        ToolCall('odd " \n<|im_end|> é', {}),
     ]
     parts = [rng.choice(["", "<think>\nhm 日\n</think>\n\n", "<think>open", "so </think>"])]
     parts.append(rng.choice(["", "Text é 👩‍👩‍👧.", "<tool_call>", "[TOOL_CALLS]", "{"]))
@@ -188,6 +189,7 @@ def test_calls_in_each_syntax(syntax, text, calls):
     [
         ("tagged_json", "<tool_call>{}</tool_call>"),
         ("tagged_json", "<tool_call>[1]</tool_call>"),
+        ("tagged_json", '<tool_call>{"name": ""}</tool_call>'),
         ("tagged_json", '<tool_call>{"name": "f"'),
         ("tagged_json", '<tool_call>{"name": 3}</tool_call>'),
         ("tagged_function", "<tool_call>{}</tool_call>"),

@@ -120,6 +120,8 @@ def method(source: str) -> type:
         ("    def f(self, a: object()): 'x'", "f", "no JSON schema"),
         ("    def f(self, a: type(lambda: 1)): 'x'", "f", "no JSON schema"),
         ("    def f(self, _a: int): 'x'", "f", "cannot be an argument's name"),
+        ("    @staticmethod\n    def f(a: int): 'x'", "f", "is a staticmethod"),
+        ("    @classmethod\n    def f(cls, a: int): 'x'", "f", "is a classmethod"),
         ("", "", "neither a tool nor `observe`"),
         ("    def observe(self): ...", "observe", "has the parameters (self)"),
         ("    def observe(self, text): ...\n    def snapshot(self): ...", "restore", "is missing, and there is"),

@@ -3,6 +3,7 @@ named."""
 
 import asyncio
 import os
+import signal
 from itertools import count
 
 import pytest
@@ -214,3 +215,57 @@ def test_a_trial_finds_what_an_environment_promises_and_does_not_keep(tmp_path, 
         assert not trial.faults
     else:
         assert words in " ".join(trial.faults)
+
+
+COUNTING = """
+class Count:
+    replayable = True
+
+    def reset(self, seed: int, row: dict) -> str:
+        self.n = seed % 100
+        return f"Add to {self.n}."
+
+    def add(self, number: int) -> str:
+        '''Add.'''
+        self.n += number
+        return str(self.n)
+
+    def reward(self) -> float:
+        return float(self.n)
+"""
+
+
+@pytest.mark.parametrize("replayable", [True, False])
+async def test_a_process_that_is_killed_at_any_point_changes_no_token(tmp_path, replayable):
+    file = tmp_path / "count.py"
+    file.write_text(COUNTING if replayable else COUNTING.replace("replayable = True", ""))
+    turns = [f'<tool_call>{{"name": "add", "arguments": {{"number": {n}}}}}</tool_call><|im_end|>' for n in (1, 2)]
+    turns.append("done<|im_end|>")
+    pool = EnvironmentWorkers(str(file), 1, call_s=60.0, memory_mib=512)
+    await pool.start()
+    chat, task = byte_format(pool.description.tools), EpisodeTask("p", 0, {}, 1)
+
+    async def killed_at(point):
+        events = count()
+
+        async def journal(event):
+            if next(events) == point:
+                os.kill(pool.pids[0], signal.SIGKILL)
+
+        model = Says(turns)
+        # An episode that starts again asks the model again: it says the same.
+        model.texts = [*turns, *turns] if point is None or replayable else _again(turns, point)
+        return await play_episode(task, model, chat, pool, EpisodeLimits(retries=1), journal)
+
+    undisturbed = await killed_at(None)
+    for point in (0, 2, 3, 6, 8):
+        episode = await killed_at(point)
+        assert (episode.token_ids, episode.reward) == (undisturbed.token_ids, undisturbed.reward)
+        assert len(episode.failures) == 1
+    pool.close()
+
+
+def _again(turns, point):
+    """The turns that a model is asked for if the process is killed at an event and the episode starts again."""
+    asked = {0: 1, 2: 1, 3: 2, 6: 2, 8: 3}[point]
+    return [*turns[:asked], *turns]
