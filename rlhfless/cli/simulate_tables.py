@@ -22,6 +22,7 @@ from rlhfless.sim.report.verdict import (
     best_fleets,
     contract_text,
     missed,
+    unused,
     verdict,
 )
 from rlhfless.sim.scenarios import Scenario
@@ -44,7 +45,7 @@ def comparison_table(comparison: PolicyComparison) -> RenderableType:
     legend = f"{ends} times: by the first policy, in pairs of equal seeds."
     title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
     parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
-    notes = [*filter(None, [best_fleets(comparison)]), *missed(comparison)]
+    notes = [*filter(None, [best_fleets(comparison)]), *missed(comparison), *unused(comparison)]
     decided = verdict(comparison)
     last = ("", Prose(decided, style="bold")) if decided else ()
     return Group(title, *parts, "", *map(Prose, notes), Prose(legend, style="dim"), *last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -68,6 +69,8 @@ class RunResult:
     steps: tuple[StepFigures, ...]
     infeasible: Mapping[int, str] = field(default_factory=dict)
     """By step, the reason of a plan that could not keep the contract by its forecast."""
+    unused: Mapping[str, int] = field(default_factory=dict)
+    """By kind, the number of devices that are paid for by the machine and never held."""
     trace: Trace | None = None
     batches: tuple[RolloutBatch, ...] = ()
     """The batches of the trace."""
@@ -170,11 +173,21 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
     for _ in steps_of(simulation, scenario.schedule, drawn):
         on_step()
     trace = simulation.close()
-    figures = step_figures(trace, prices, supply_of(scenario, layout, reserved=kind.reserved))
+    supply = supply_of(scenario, layout, reserved=kind.reserved)
+    figures = step_figures(trace, prices, supply)
     kept = (trace, tuple(drawn)) if task.traced else (None, ())
     plans = [decision for decision in trace.decisions if decision.kind == "plan"]
     infeasible = {each.step: str(each.inputs["reason"]) for each in plans if each.inputs.get("feasible") is False}
-    return RunResult(entry.shown, task.fleet, task.seed, tuple(figures), infeasible, *kept)
+    unused = _never_held(trace, supply)
+    return RunResult(entry.shown, task.fleet, task.seed, tuple(figures), infeasible, unused, *kept)
+
+
+def _never_held(trace: Trace, supply: DeviceSupply) -> dict[str, int]:
+    """Return the devices by kind that cost money whether they are held or not, and that no function ever held."""
+    held = Counter(kind for kind, _ in {(holding.device_kind, holding.device) for holding in trace.holdings})
+    paid = {kind: count for kind, count in supply.count.items() if supply.reserved or kind in supply.spare}
+    unused = {kind: count - held[kind] + supply.spare.get(kind, 0) for kind, count in paid.items()}
+    return {kind: count for kind, count in unused.items() if count > 0}
 
 
 class Clairvoyant(Forecaster):

@@ -56,6 +56,7 @@ def summary(comparison: PolicyComparison) -> dict[str, Any]:
                         "seed": run.seed,
                         "fleet": str(run.fleet),
                         "infeasible": {str(step): reason for step, reason in run.infeasible.items()},
+                        "unused_devices": dict(run.unused),
                         "steps": [asdict(step) for step in run.steps],
                     }
                     for run in runs

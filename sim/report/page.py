@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.figures import Part, ResultRow
-from rlhfless.sim.report.verdict import PARTS, best_fleets, contract_text, missed, verdict
+from rlhfless.sim.report.verdict import PARTS, best_fleets, contract_text, missed, unused, verdict
 from rlhfless.sim.scenarios.load import resolved_yaml
 from rlhfless.sim.statistics import CONFIDENCE, LEAST_VALUES, Interval
 
@@ -42,7 +42,7 @@ def page(comparison: PolicyComparison) -> str:
         f"{intervals}; times are by the first policy, in pairs of equal seeds.</p>"
     )
     body.append(f"<p>Contract: {escape(contract_text(scenario.contract))}. {escape(best_fleets(comparison))}</p>")
-    body += [f"<p>{escape(line)}</p>" for line in missed(comparison)]
+    body += [f"<p>{escape(line)}</p>" for line in (*missed(comparison), *unused(comparison))]
     body += [f"<p><b>{escape(line)}</b></p>" for line in filter(None, [verdict(comparison)])]
     for each in parts:
         body += [f"<h2>{PARTS[each].capitalize()}</h2>", _table(comparison.rows(each))]

@@ -169,6 +169,17 @@ def missed(comparison: PolicyComparison) -> list[str]:
     return lines
 
 
+def unused(comparison: PolicyComparison) -> list[str]:
+    """Return a line per policy that pays for devices which it uses in no step of any seed."""
+    lines = []
+    for label, runs in comparison.results.items():
+        kinds = set.intersection(*(set(run.unused) for run in runs)) if runs else set()
+        fewest = [f"{min(run.unused[kind] for run in runs)} x {kind}" for kind in sorted(kinds)]
+        if fewest:
+            lines.append(f"{label} never uses {' and '.join(fewest)}: do not rent them")
+    return lines
+
+
 def _multiple(measure: MultipleOf, of: str) -> str:
     return f"{measure.times:g} x the {of} of {measure.policy}"
 

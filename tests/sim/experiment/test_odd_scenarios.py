@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhfless.sim.experiment.compare import PolicyComparison, compare
+from rlhfless.sim.report.verdict import unused
 from rlhfless.sim.scenarios import Scenario
 from rlhfless.spec.errors import InputError
 
@@ -62,3 +63,14 @@ def test_generation_runs_on_one_kind_of_device_and_the_learner_may_have_another(
         compared(cluster=both)
     with pytest.raises(ValidationError, match="generation on several kinds of devices was removed"):
         compared(cluster={"machines": [*machines, {"kind": "h100", "devices_per_node": 8}]})
+
+
+def test_paid_devices_that_a_policy_never_uses_are_named() -> None:
+    machines = [{"kind": "h100", "nodes": 2, "devices_per_node": 8, "tenure": "owned", "released_value": 0.5}]
+    apart = {"mode": "disaggregated", "learner_devices": 1}
+    policies = [{"name": "static"}, {"name": "cost_aware"}]
+    sizes = {"prompts_per_step": 1, "samples_per_prompt": 1, "steps": 3}
+    few = compared(cluster={"machines": machines}, placement=apart, policies=policies, **sizes)
+    (run,) = few.results["cost_aware"]
+    assert run.unused == {"h100": 14}, "one actor and one learner are used"
+    assert unused(few) == ["cost_aware never uses 14 x h100: do not rent them"]
