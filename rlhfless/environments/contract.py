@@ -174,7 +174,7 @@ def _module_of_file(target: str, path: Path) -> ModuleType:
     folder = str(path.parent.absolute())
     if folder not in sys.path:
         sys.path.append(folder)
-    name = re.sub(r"\W", "_", path.stem)
+    name = "environment_" + re.sub(r"\W", "_", path.stem)  # a file `queue.py` must not become the module `queue`
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None, "its suffix is .py"
     assert module_spec.loader is not None

@@ -1,6 +1,8 @@
 """Tool schemas and every way to break an environment's contract."""
 
 import dataclasses
+import queue  # noqa: F401
+import sys
 from typing import Annotated, Literal
 
 import pytest
@@ -178,6 +180,14 @@ def test_the_tutorial_shows_the_example_as_it_is():
     code = example.partition("\n\n")[2].partition("\n\n")[2]
     assert code in (ROOT / "docs" / "environments.md").read_text()
     assert load(str(ROOT / "examples" / "environments" / "guess.py")).description.replayable
+
+
+def test_a_file_does_not_hide_a_module_of_its_name(tmp_path):
+    file = tmp_path / "queue.py"
+    file.write_text("from __future__ import annotations\nfrom typing import Annotated\n" + GAME)
+    before = sys.modules["queue"]
+    assert load(str(file)).description.observes
+    assert sys.modules["queue"] is before
 
 
 def test_a_file_with_one_environment_needs_no_name_and_its_digest_follows_the_file(tmp_path, monkeypatch):
