@@ -23,7 +23,7 @@ import numpy as np
 from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
 from rlhfless.rewards.math_text import CACHED, FUNCTIONS, GREEK, as_latex, from_unicode, with_units, without_delimiters
-from rlhfless.rewards.protocol import Unscorable, column_problems, described, listed, quote
+from rlhfless.rewards.protocol import Unscorable, column_problems, described, listed, quote, unscorable
 from rlhfless.spec import ExactMatchSpec, MathSpec, RegexSpec
 from rlhfless.util.text import WrittenFloat
 
@@ -77,22 +77,15 @@ def answer_faults(spec: AnswerSpec, prompts: Sequence[Prompt]) -> list[str]:
     assert spec.answer_field is not None
     if problems := column_problems(spec.answer_field, prompts, lambda value: answer_text(value) is not None):
         return [*problems]
-    faults = []
-    for prompt in prompts if spec.answer_pattern is not None else ():
-        try:
-            answer_of(prompt.columns, spec)
-        except Unscorable:
-            faults.append((prompt, quote(answer_text(find_field(prompt.columns, spec.answer_field)) or "")))
-    if faults:
+    if faults := unscorable(prompts, lambda prompt: answer_of(prompt.columns, spec)):
+        values = [find_field(prompt.columns, spec.answer_field) for prompt, _ in faults]
+        rows = [(prompt, quote(answer_text(value) or "")) for (prompt, _), value in zip(faults, values, strict=True)]
         what = f"answer_pattern {spec.answer_pattern!r} is not found in the column `{spec.answer_field}`"
-        return [listed(what, faults, len(prompts))]
-    empty = [
-        (prompt, "it would be right to say nothing")
-        for prompt in prompts
-        if not answer_of(prompt.columns, spec).strip()
-    ]
+        return [listed(what, rows, len(prompts))]
+    empty = [prompt for prompt in prompts if not answer_of(prompt.columns, spec).strip()]
+    rows = [(prompt, "it would be right to say nothing") for prompt in empty]
     what = f"the expected answer in `{spec.answer_field}` is empty"
-    return [listed(what, empty, len(prompts), "fill it in, or remove these rows")] if empty else []
+    return [listed(what, rows, len(prompts), "fill it in, or remove these rows")] if empty else []
 
 
 # -- final answers
@@ -118,7 +111,6 @@ class FinalAnswer:
     """The text of a final answer."""
 
     text: str
-    boxed: bool
     joined: str = ""
     """Boxes that only line breaks separate, joined into one answer; else empty."""
 
@@ -141,7 +133,7 @@ def boxed_answer(text: str) -> FinalAnswer | None:
     if not boxes:
         return None
     if boxes[-1][1] < 0:
-        return FinalAnswer("", boxed=True)
+        return FinalAnswer("")
     group = [boxes[-1]]
     explicit = False
     for box in reversed(boxes[:-1]):
@@ -155,9 +147,7 @@ def boxed_answer(text: str) -> FinalAnswer | None:
         group.insert(0, box)
     parts = list(dict.fromkeys(box[2].strip() for box in group))
     together = ", ".join(parts) if len(parts) > 1 else ""
-    if together and explicit:
-        return FinalAnswer(together, boxed=True)
-    return FinalAnswer(group[-1][2].strip(), boxed=True, joined=together)
+    return FinalAnswer(together) if together and explicit else FinalAnswer(group[-1][2].strip(), together)
 
 
 def stated_answers(text: str) -> Iterator[str]:
@@ -243,9 +233,8 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 @lru_cache(maxsize=CACHED)
-def as_words(text: str) -> str | None:
-    """Normalise an answer made of words, a date or a time (`\\text{east}`, `No solution.`); None for anything
-    else."""
+def as_words(text: str) -> str:
+    """Normalise an answer made of words, a date or a time (`\\text{east}`, `No solution.`); else empty."""
     text = without_delimiters(from_unicode(text))
     text = re.sub(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"\\[ ,;:!]|[~$\"*_]|\\(?:q?quad)", " ", text).strip(" .!")
@@ -261,11 +250,11 @@ def as_words(text: str) -> str | None:
         return text.casefold()
     words = [word for word in re.split(r"[\s,&]+", text) if word and word.casefold() != "and"]
     if not words or not all(map(_WORDS.fullmatch, words)):
-        return None
+        return ""
     maths = {*FUNCTIONS, *GREEK.values(), "infinity", "inf", "sqrt", "and", "or"}
     said = {word.casefold() for word in re.findall(r"[^\W\d_]+", text)} - maths
     if max(map(len, said), default=0) < 3:
-        return None
+        return ""
     return " ".join(words).casefold().strip(".")
 
 

@@ -16,25 +16,23 @@ from jsonschema.protocols import Validator
 from rlhfless.records import Prompt
 from rlhfless.records.fields import field_value, find_field
 from rlhfless.rewards.answers import answer_faults, answer_of
-from rlhfless.rewards.code_blocks import json_blocks_of
+from rlhfless.rewards.code import json_blocks_of
 from rlhfless.rewards.protocol import (
-    Begin,
-    Done,
-    LocalReward,
     RewardError,
     RewardSample,
+    SampleReward,
     Unscorable,
-    attempt,
     column_problems,
     listed,
     quote,
+    unscorable,
 )
 from rlhfless.spec import ExactMatchSpec, FormatSpec, JsonSchemaSpec, LengthPenaltySpec, RegexSpec
 from rlhfless.spec.rewards import schema_validator
 
 
 @dataclass(frozen=True)
-class ExactMatch(LocalReward):
+class ExactMatch(SampleReward):
     """1 if the response equals the answer column, else 0."""
 
     spec: ExactMatchSpec
@@ -52,7 +50,7 @@ class ExactMatch(LocalReward):
 
 
 @dataclass(frozen=True)
-class Regex(LocalReward):
+class Regex(SampleReward):
     """1 if the pattern matches and, with `answer_field`, its first group equals the answer; else 0.
 
     Uses the package `regex`, which supports a timeout. Raises RewardError for a pattern it rejects.
@@ -82,7 +80,7 @@ class Regex(LocalReward):
 
 
 @dataclass(frozen=True)
-class Format(LocalReward):
+class Format(SampleReward):
     """1 if the response has each tag once, in order and not empty; else 0."""
 
     spec: FormatSpec
@@ -100,7 +98,7 @@ class Format(LocalReward):
 
 
 @dataclass(frozen=True)
-class LengthPenalty(LocalReward):
+class LengthPenalty(SampleReward):
     """The soft overlong penalty of DAPO (arXiv 2503.14476, eq. 13)."""
 
     spec: LengthPenaltySpec
@@ -120,29 +118,24 @@ _SCHEMA_CACHE = 1024
 _OPENINGS = 64
 
 
-class JsonSchemaReward:
+class JsonSchemaReward(SampleReward):
     """1 if the JSON in the response is valid, else 0."""
-
-    whole = False
 
     def __init__(self, spec: JsonSchemaSpec) -> None:
         self._spec = spec
+        self.limit_s = spec.timeout_s
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         field = self._spec.schema_field
         if field is None:
             return []
         needed = "a mapping or its JSON text is needed"
-        return [*column_problems(field, prompts, _is_schema, needed)] or _schema_problems(field, prompts)
+        if problems := column_problems(field, prompts, _is_schema, needed):
+            return [*problems]
+        faults = unscorable(prompts, lambda prompt: _validator(_text(field_value(prompt.columns, field))))
+        return [listed(f"the column `{field}` holds no schema", faults, len(prompts))] if faults else []
 
-    def prepare(self) -> None: ...
-
-    def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
-        for index, sample in enumerate(samples):
-            yield Begin((index,), self._spec.timeout_s)
-            yield Done(index, attempt(self._value, sample))
-
-    def _value(self, sample: RewardSample) -> float:
+    def value(self, sample: RewardSample) -> float:
         validator = self._validator_of(sample)
         candidates = _candidates(sample.response) if self._spec.extraction == "any" else (sample.response,)
         for text in candidates:
@@ -171,19 +164,6 @@ def _is_schema(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _schema_problems(field: str, prompts: Sequence[Prompt]) -> list[str]:
-    """Report rows whose schema cannot be used."""
-    faults: dict[str, str] = {}
-    texts = [_text(field_value(prompt.columns, field)) for prompt in prompts]
-    for text in dict.fromkeys(texts):
-        try:
-            _validator(text)
-        except Unscorable as error:
-            faults[text] = str(error)
-    bad = [(prompt, faults[text]) for prompt, text in zip(prompts, texts, strict=True) if text in faults]
-    return [listed(f"the column `{field}` holds no schema", bad, len(prompts))] if bad else []
 
 
 @lru_cache(maxsize=_SCHEMA_CACHE)

@@ -1,24 +1,40 @@
-"""Run the response's Python program against the row's tests, each test in its own confined process."""
+"""The `code` reward: find the Python program in a response, and run it against the row's tests.
+
+Each test has its own confined process. The program is the last block tagged Python (the last that defines what is
+tested), else the last untagged block, else the whole response if it has no block. docs/rewards.md lists the tolerances.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 import secrets
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from decimal import Decimal
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock
 
 from rlhfless.records import Prompt
 from rlhfless.records.fields import MissingField, field_value, find_field
-from rlhfless.rewards.code_blocks import definition_of, program_of
 from rlhfless.rewards.code_checks import COUNTER, EQUAL, read_test_code
-from rlhfless.rewards.code_tests import CallTest, CodeTest, OutputTest, Test, entry_point, tests_of
+from rlhfless.rewards.code_tests import CallTest, CodeTest, OutputTest, Test, entry_point, same_output, tests_of
 from rlhfless.rewards.confinement import CLEAN_UP_S, CodeTask, run_confined
-from rlhfless.rewards.protocol import Begin, Done, Failed, RewardSample, Unscorable, described, listed, quote
+from rlhfless.rewards.protocol import (
+    Begin,
+    Done,
+    Failed,
+    RewardSample,
+    Unscorable,
+    described,
+    listed,
+    quote,
+    unscorable,
+)
 from rlhfless.spec import CodeSpec
 from rlhfless.util import processes
 from rlhfless.util.text import parsed_json
@@ -39,14 +55,10 @@ class CodeReward:
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Check the tests of every row, and run up to 16 of the rows' own solutions."""
-        faults = []
-        for prompt in prompts:
-            try:
-                tests_of(prompt.columns, self._spec)
-            except Unscorable as error:
-                faults.append((prompt, str(error)))
-        if faults or self._spec.solution_field is None:
-            return [listed("the tests cannot be used", faults, len(prompts))] if faults else []
+        if faults := unscorable(prompts, lambda prompt: tests_of(prompt.columns, self._spec)):
+            return [listed("the tests cannot be used", faults, len(prompts))]
+        if self._spec.solution_field is None:
+            return []
         chosen = prompts[:: max(1, -(-len(prompts) // _MOST_SOLUTIONS))]
         faults = [(prompt, fault) for prompt in chosen if (fault := _solution_fault(prompt, self._spec))]
         # A text alone: of rows that were not chosen the same is not known.
@@ -82,10 +94,15 @@ def _names_under_test(tests: Sequence[Test]) -> set[str]:
     names: set[str] = set()
     for test in tests:
         if not isinstance(test, OutputTest):
-            names.update(part for part in test.function.replace("()", "").rpartition(".")[2:] if part)
+            names.add(_bare(test.function))
         if isinstance(test, CodeTest):
             names.update(read_test_code(test.source).uses)
-    return names
+    return names - {""}
+
+
+def _bare(function: str) -> str:
+    """Return the last name of `Solution().solve`."""
+    return function.replace("()", "").rpartition(".")[2]
 
 
 def _solution_fault(prompt: Prompt, spec: CodeSpec) -> str:
@@ -158,49 +175,10 @@ def _what_to_run(test: Test, spec: CodeSpec) -> dict[str, Any]:
     }
 
 
-# -- comparing outputs
-
-
-_NUMBER = re.compile(r"(?<![\w.])([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?!\w|\.\w)", re.ASCII)
-"""A number that is not a part of a word."""
-
-
-def same_output(given: str, expected: str, tolerance: float) -> bool:
-    """Compare outputs line by line, ignoring trailing white space.
-
-    A decimal number in the expected line, also inside text (`x=0.5`), may differ by `tolerance`, absolute or relative.
-    An integer may be written as `2.0`, as in LiveCodeBench's judge.
-    """
-    lines, wanted = _lines(given), _lines(expected)
-    if len(lines) != len(wanted):
-        return False
-    return all(a == b or (tolerance > 0 and _close_lines(a, b, tolerance)) for a, b in zip(lines, wanted, strict=True))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().split("\n")]
-
-
-def _close_lines(given: str, expected: str, tolerance: float) -> bool:
-    parts, wanted = (_NUMBER.split(" ".join(line.split())) for line in (given, expected))
-    return len(parts) == len(wanted) and all(
-        a == b or (number % 2 and _close(a, b, tolerance))  # every second part is a number
-        for number, (a, b) in enumerate(zip(parts, wanted, strict=True))
-    )
-
-
-def _close(given: str, expected: str, tolerance: float) -> bool:
-    if (digits := expected.lstrip("+-")).isdecimal():  # one that begins with 0 is a name, such as 007
-        return (digits == "0" or digits[0] != "0") and Decimal(given) == Decimal(expected)
-    a, b = float(given), float(expected)
-    return math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(b))
-
-
 # -- completing stubs
 
 
 _CODE = re.compile(r"^[ \t]*(?:import |from \S+ import |def |async def |class )", re.MULTILINE)
-
 _FUTURE = re.compile(r"^from __future__ import [^(\n]*\n", re.MULTILINE)
 
 
@@ -210,7 +188,7 @@ def programs_of(program: str, function: str, stub: str) -> tuple[str, ...]:
     A program that defines the function gets the stub's imports and helpers; any other is taken as the function's body.
     """
     program = textwrap.dedent(program).strip("\n")
-    name = function.replace("()", "").rpartition(".")[2]
+    name = _bare(function)
     if "```" in stub or "~~~" in stub:
         stub = program_of(stub) or ""
     if not name or not _CODE.search(stub):
@@ -228,3 +206,217 @@ def programs_of(program: str, function: str, stub: str) -> tuple[str, ...]:
     indentation = own + "    " if last.endswith(":") else own or "    "
     # In the second the first line alone has lost its indentation.
     return (start + textwrap.indent(program, indentation), start + indentation + program.lstrip(), program)
+
+
+# -- finding the program, or the JSON, in a response: CommonMark fenced blocks with a few tolerances (docs/rewards.md)
+
+
+_OPENING = re.compile(r"(?P<fence>`{3,})(?P<info>[^`]*)|(?P<tildes>~{3,})(?P<more>.*)")
+# A fence after text on its line is no fence in CommonMark, but models write `Solution: ```python`.
+_GLUED = re.compile(r"(?!>).*?[^`](?P<fence>`{3,})(?P<info>[ \t]*(?:\{?\.?python[\w.]*\}?|py3?))[ \t]*", re.IGNORECASE)
+_PYTHON = re.compile(r"\.?(?:(?:lang|language|source)[-:=])?(?:i?python(?P<more>[\w.-]*)|py[ -]?[\d.]*)", re.IGNORECASE)
+_SESSIONS = ("repl", "console", "session", "traceback")
+_NO_LANGUAGE = frozenset({"", "code"})
+
+# Around programs without a fence in the prompts of MBPP and Code Llama.
+_MARKS = re.compile(r"^\[(?:BEGIN|PYTHON)\][ \t]*\n(.*?)(?:^\[(?:DONE|/PYTHON)\]|\Z)", re.DOTALL | re.MULTILINE)
+
+_TRIPLE = r"""(?P<quotes>\"{3}|'{3})(?:\\.|[^\\])*?(?P=quotes)"""
+# What a program consists of, as far as it matters for where it ends: backticks stand in strings and comments only.
+_LEXEMES = re.compile(
+    rf"""{_TRIPLE}
+    | (?P<unclosed>\"{{3}}|'{{3}})
+    | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | \#[^\n]*
+    | (?P<fence>`{{3,}} | (?<=\n)[ \t>]*~{{3,}})
+    | (?P<mark>(?<=\n)[ \t]*</(?:think|answer)>)""",
+    re.DOTALL | re.VERBOSE,
+)
+_TEXT_LEXEMES = re.compile(
+    rf"""{_TRIPLE} | (?P<fence>^[ \t>]*(?:[-*+] | \d{{1,9}}[.)])?[ \t]*(?:`{{3,}} | ~{{3,}}) | `{{3,}}[ \t{{.]*py)""",
+    re.DOTALL | re.MULTILINE | re.VERBOSE | re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a response."""
+
+    tag: str
+    """`python`, `session` for an interactive session, empty without a language, else the language."""
+    source: str
+    """The content, without the fence's indentation."""
+    first: int
+    """Line of the opening fence, from 0."""
+    end: int
+    """Line after the last one."""
+
+
+def program_of(response: str, names: Collection[str] = ()) -> str | None:
+    """Return the response's Python program, or None. `names`: names that the tests use."""
+    blocks, text = _answer(response)
+    if not blocks:
+        text = next((match[1] for match in _MARKS.finditer(text)), text)
+        return text if text.strip() else None
+    last = _last(blocks, "python", "")
+    tag = "python" if any(block.tag == "python" and block.source.strip() for block in blocks) else ""
+    defines = definition_of(*names)
+    return _last([block for block in blocks if names and defines.search(block.source)], tag) or last
+
+
+def definition_of(*names: str) -> re.Pattern[str]:
+    """Match a line that defines one of the names: a function or class anywhere, or a module variable."""
+    any_of = f"(?:{'|'.join(map(re.escape, names))})"
+    function = rf"[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{any_of}\b"
+    return re.compile(rf"^(?:{function}|{any_of}[ \t]*(?::[^=\n]*)?=(?!=))", re.MULTILINE)
+
+
+def json_blocks_of(response: str) -> list[str]:
+    """Return blocks that may hold the response's JSON, best first."""
+    blocks, _ = _answer(response)
+    found = [_last(blocks, *tags) for tags in (("json", "jsonc", "json5"), ("",))]
+    return [source for source in found if source is not None]
+
+
+def _last(blocks: Sequence[Block], *tags: str) -> str | None:
+    """Return the last non-empty block with the first tag that any block has."""
+    for tag in tags:
+        sources = [block.source for block in blocks if block.tag == tag and block.source.strip()]
+        if sources:
+            return sources[-1]
+    return None
+
+
+def _answer(response: str) -> tuple[list[Block], str]:
+    """Return the blocks and the text of the final answer."""
+    text = response.replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
+    blocks = blocks_of(text)
+    inside = {line for block in blocks for line in range(block.first + 1, block.end)}
+    lines = text.split("\n")
+    start, end = _bounds_of_answer(lines, inside)
+    return [block for block in blocks if start <= block.first < end], _after_marks("\n".join(lines[start:]))
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Return the fenced blocks of a text whose lines end in `\\n`."""
+    if not any(match["fence"] for match in _TEXT_LEXEMES.finditer(text)):
+        return []  # no fence, or only in the strings of a program without one
+    blocks = []
+    for token in _markdown().parse(text):
+        if token.type == "fence":
+            assert token.map is not None
+            source = textwrap.dedent(token.content)
+            tag = "session" if source.lstrip().startswith(">>>") else _tag(token.info)
+            line, _, rest = source.partition("\n")
+            if not tag and _is_python(line.strip()):  # the tag is on a line of its own
+                tag, source = "python", rest
+            blocks.append(Block(tag, source, *token.map))
+    return blocks
+
+
+@lru_cache(maxsize=1)
+def _markdown() -> MarkdownIt:
+    """CommonMark without indented code and HTML, which would hide fences below `<answer>`."""
+    markdown = MarkdownIt("commonmark", {"maxNesting": 100}).disable(["code", "html_block", "reference", "inline"])
+    markdown.block.ruler.at("fence", _fence, {"alt": ["paragraph", "reference", "blockquote", "list"]})
+    return markdown
+
+
+def _fence(state: StateBlock, first: int, end: int, silent: bool) -> bool:
+    """markdown-it rule: parse a fenced block at this line."""
+    line = state.src[state.bMarks[first] + state.tShift[first] : state.eMarks[first]]
+    opened = _OPENING.fullmatch(line) or _GLUED.fullmatch(line)
+    if opened is None:
+        return False
+    if silent:
+        return True
+    groups = opened.groupdict()
+    fence, info = groups["fence"] or groups["tildes"], groups["info"] or groups.get("more") or ""
+    last, rest, closed = _end(state, first, end, fence, _tag(info))
+    token = state.push("fence", "code", 0)
+    token.info = info
+    token.content = state.getLines(first + 1, last, state.sCount[first], True) + rest
+    state.line = last + closed
+    token.map = [first, state.line]
+    return True
+
+
+def _end(state: StateBlock, first: int, end: int, fence: str, tag: str) -> tuple[int, str, bool]:
+    """Return the line where a block ends, text that belongs to it before the closing fence, and whether to skip the
+    line."""
+    found = _end_of_program(state, first, end, fence) if tag in ("python", "") else None
+    if found is not None:
+        return found
+    for number in range(first + 1, end):
+        line = state.src[state.bMarks[number] + state.tShift[number] : state.eMarks[number]]
+        bare = line.strip(" \t")
+        if len(bare) >= len(fence) and set(bare) == {fence[0]}:
+            return number, "", True
+        if line.startswith(("</think>", "</answer>")):
+            return number, "", False
+        if line.startswith(fence) and (opened := _OPENING.fullmatch(line)) and _tag(opened["info"] or "") == "python":
+            return number, "", False  # the fence before was never closed
+    return end, "", False
+
+
+def _end_of_program(state: StateBlock, first: int, end: int, fence: str) -> tuple[int, str, bool] | None:
+    """Like `_end`, by the first fence outside strings and comments; None if a string is not closed."""
+    stop = state.eMarks[end - 1]
+    for match in _LEXEMES.finditer(state.src, state.eMarks[first], stop):
+        if match["unclosed"]:
+            return None
+        found = (match["fence"] or "").lstrip(" \t>")
+        if not found.startswith(fence) and not match["mark"]:
+            continue
+        number = _line_at(state, match.end(), first, end)
+        if match["mark"]:
+            return number, "", False
+        begin = state.bMarks[number] + state.tShift[number]
+        before = state.src[begin : match.end() - len(found)]
+        after = state.src[match.end() : state.eMarks[number]].strip()
+        if not before.strip(" \t>"):
+            return number, "", not after
+        indentation = " " * max(0, state.sCount[number] - state.sCount[first])
+        return number, indentation + before + "\n", True
+    return end, "", False  # the response was cut off
+
+
+def _line_at(state: StateBlock, offset: int, first: int, end: int) -> int:
+    low, high = first, end - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if state.eMarks[middle] >= offset else (middle + 1, high)
+    return low
+
+
+def _tag(info: str) -> str:
+    """Return `python`, empty, or the language of an info string such as `{.python .numberLines}`."""
+    braces = re.match(r"\s*\{([^}]*)\}?(.*)", info)
+    if braces:
+        words = [*re.split(r"[\s,]+", braces[1]), *braces[2].split()[:1]]
+        return "python" if any(map(_is_python, words)) else words[0].lstrip(".").lower() or "other"
+    word = (re.split(r"[\s,;:{(\[=]", info.strip(), maxsplit=1) or [""])[0]
+    if _is_python(word) or word.lower().endswith(".py"):
+        return "python"
+    return "" if word.lower() in _NO_LANGUAGE else word.lower()
+
+
+def _is_python(word: str) -> bool:
+    match = _PYTHON.fullmatch(word)
+    return match is not None and not any(session in (match["more"] or "").lower() for session in _SESSIONS)
+
+
+def _bounds_of_answer(lines: Sequence[str], inside: set[int]) -> tuple[int, int]:
+    """Return the first line of the final answer and the line after it. `inside`: lines of blocks, which are skipped."""
+    outside = [number for number in range(len(lines)) if number not in inside]
+    thought = max((number for number in outside if "</think>" in lines[number]), default=0)
+    answers = [number for number in outside if number >= thought and lines[number].lstrip().startswith("<answer>")]
+    if not answers:
+        return thought, len(lines)
+    ends = (number for number in outside if number > answers[-1] and "</answer>" in lines[number])
+    return answers[-1], next(ends, len(lines))
+
+
+def _after_marks(text: str) -> str:
+    text = text.rpartition("</think>")[2]
+    marked = re.match(r"\s*<answer>(.*?)(?:</answer>|\Z)", text, re.DOTALL)
+    return marked[1] if marked else text

@@ -55,8 +55,6 @@ class TestCode:
     """Whether it needs the function under test as `candidate`."""
     imports: tuple[str, ...]
     """Imported modules, except the program."""
-    checks: int
-    """Number of reachable checks."""
     uses: frozenset[str]
     """Names of the program that it uses."""
 
@@ -76,14 +74,13 @@ def read_test_code(source: str) -> TestCode:
     if not tree.body:
         raise Unscorable("the test code has no statement: there is nothing to run; remove the row, or fill it in")
     reader = _Reader(source, tree)
-    checks = reader.checks()
+    reader.require_checks()
     reader.require_program()
     ast.fix_missing_locations(_Counting().visit(tree))
     with warnings.catch_warnings(action="ignore"):
         code = compile(tree, "<tests>", "exec", dont_inherit=True)
     functions, classes = (tuple(node.name for node in nodes) for nodes in (reader.functions, reader.classes))
-    found = (reader.check, reader.candidate, tuple(reader.imports), checks, reader.uses)
-    return TestCode(code, functions, classes, *found)
+    return TestCode(code, functions, classes, reader.check, reader.candidate, tuple(reader.imports), reader.uses)
 
 
 class _Reader:
@@ -99,7 +96,7 @@ class _Reader:
         self.check = False
         namings = Counter(name for each in top for name in _names(ast.walk(each)))
         called = _names(_walk(tree.body))
-        for node in [node for node in top if not _is_fixture(node)]:
+        for node in [node for node in top if "fixture" not in _decorators(node)]:
             own = node.name in _names(ast.walk(node))
             if not _skipped(node):
                 self._collect(node, named=node.name in called or namings[node.name] > own)
@@ -127,21 +124,19 @@ class _Reader:
         elif node.name.startswith("test"):
             self.functions.append(node)
 
-    def checks(self) -> int:
-        """Count reachable checks. Raises Unscorable if there are none."""
-        reached = self._reached()
-        count = sum(_is_check(statement) for statement in reached)
-        if count:
-            return count
-        all_checks = [node for node in ast.walk(self._tree) if isinstance(node, ast.stmt) and _is_check(node)]
-        if all_checks:
-            what = f"its check in line {all_checks[0].lineno} is in a function or class that nothing calls"
-            raise Unscorable(f"the test code checks nothing: {what}; call it, or name it `test_...`")
-        if any(isinstance(node, ast.Assert) for node in ast.walk(self._tree)):
-            raise Unscorable(
-                "the test code checks nothing: what it asserts is constant; assert what the program returns"
-            )
-        raise Unscorable("the test code checks nothing: it has no assert, so every program would pass; add one")
+    def require_checks(self) -> None:
+        """Raises Unscorable if no check is reachable, or a reachable assert can never fail."""
+        if sum(map(_is_check, self._reached())):
+            return
+        statements = [node for node in ast.walk(self._tree) if isinstance(node, ast.stmt)]
+        if unreached := [node for node in statements if _is_check(node)]:
+            what = f"its check in line {unreached[0].lineno} is in a function or class that nothing calls"
+            hint = "call it, or name it `test_...`"
+        elif any(isinstance(node, ast.Assert) for node in statements):
+            what, hint = "what it asserts is constant", "assert what the program returns"
+        else:
+            what, hint = "it has no assert, so every program would pass", "add one"
+        raise Unscorable(f"the test code checks nothing: {what}; {hint}")
 
     def require_program(self) -> None:
         """Raises Unscorable if the code never uses the program, or imports a module that is not installed."""
@@ -237,17 +232,16 @@ def _is_check(node: ast.stmt) -> bool:
     if isinstance(node, ast.If | ast.Try | ast.For | ast.While):
         handlers = node.handlers if isinstance(node, ast.Try) else []
         parts = [*node.body, *node.orelse, *(part for handler in handlers for part in handler.body)]
-        return any(isinstance(part, ast.Raise) or _never_holds(part) or _exits(part) for part in parts)
+        return any(map(_fails, parts))
     return isinstance(node, ast.Raise)
 
 
-def _never_holds(node: ast.stmt) -> bool:
-    """Whether it is `assert False`."""
-    return isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
-
-
-def _exits(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name(node.value.func) in _EXITS
+def _fails(node: ast.stmt) -> bool:
+    """Whether a statement is a `raise`, `assert False`, or an exit."""
+    if isinstance(node, ast.Assert):
+        return isinstance(node.test, ast.Constant) and not node.test.value
+    exits = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name(node.value.func) in _EXITS
+    return exits or isinstance(node, ast.Raise)
 
 
 def _without_runners(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -255,16 +249,14 @@ def _without_runners(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     for node in body:
         if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test):
             yield from _without_runners(node.body)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # a docstring
-        elif isinstance(node, ast.Pass):
             continue
-        else:
-            call = node.value if isinstance(node, ast.Expr) else None
-            main = isinstance(call, ast.Call) and ast.unparse(call.func) in ("unittest.main", "pytest.main", "main")
-            exits = isinstance(call, ast.Call) and any("pytest.main" in ast.unparse(part) for part in call.args)
-            if not (main or exits):
-                yield node
+        value = node.value if isinstance(node, ast.Expr) else None
+        runs = isinstance(value, ast.Call) and (
+            ast.unparse(value.func) in ("unittest.main", "pytest.main", "main")
+            or any("pytest.main" in ast.unparse(part) for part in value.args)
+        )
+        if not (runs or isinstance(node, ast.Pass) or isinstance(value, ast.Constant)):  # the last is a docstring
+            yield node
 
 
 def _walk(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
@@ -273,7 +265,7 @@ def _walk(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
     while todo:
         node = todo.pop()
         yield node
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, _Function):
             todo += [*node.decorator_list, *node.args.defaults, *(each for each in node.args.kw_defaults if each)]
         else:
             todo += list(ast.iter_child_nodes(node))[::-1]
@@ -291,7 +283,7 @@ def _test_cases(top: Sequence[ast.AST]) -> set[str]:
 
 
 def _methods(node: ast.ClassDef) -> list[_Function]:
-    return [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [each for each in node.body if isinstance(each, _Function)]
 
 
 def _run_methods(node: ast.ClassDef) -> list[_Function]:
@@ -300,9 +292,12 @@ def _run_methods(node: ast.ClassDef) -> list[_Function]:
     return [method for method in _methods(node) if method.name.startswith(names) and not _skipped(method)]
 
 
-def _skipped(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    names = [_name(each.func if isinstance(each, ast.Call) else each) for each in node.decorator_list]
-    return any(name in ("skip", "xfail", "expectedFailure") for name in names)
+def _skipped(node: _Function | ast.ClassDef) -> bool:
+    return not _decorators(node).isdisjoint(("skip", "xfail", "expectedFailure"))
+
+
+def _decorators(node: _Function | ast.ClassDef) -> set[str]:
+    return {_name(each.func if isinstance(each, ast.Call) else each) for each in node.decorator_list}
 
 
 def _required(node: _Function) -> list[str]:
@@ -313,25 +308,18 @@ def _required(node: _Function) -> list[str]:
     return [arg.arg for arg in first] + [arg.arg for arg, default in pairs if default is None]
 
 
-def _is_fixture(node: ast.AST) -> bool:
-    decorators = getattr(node, "decorator_list", [])
-    return any(_name(each.func if isinstance(each, ast.Call) else each) == "fixture" for each in decorators)
-
-
 def _fixtures(top: Sequence[ast.AST]) -> set[str]:
     """Return the fixtures that tests may use: unparametrised ones of the code, and a few of pytest's."""
     names = {"capsys", "tmp_path"} | ({"monkeypatch"} if _installed("pytest") else set())
     todo = {}
     for node in top:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_fixture(node):
+        if isinstance(node, _Function) and "fixture" in _decorators(node):
             calls = [each for each in node.decorator_list if isinstance(each, ast.Call)]
             keys = {keyword.arg: keyword.value for call in calls for keyword in call.keywords}
             named = keys.get("name")
             name = str(named.value) if isinstance(named, ast.Constant) else node.name
-            ended_async = isinstance(node, ast.AsyncFunctionDef) and any(
-                isinstance(part, ast.Yield) for part in ast.walk(node)
-            )
-            if "params" not in keys and not ended_async:
+            yields = any(isinstance(part, ast.Yield) for part in ast.walk(node))
+            if "params" not in keys and not (isinstance(node, ast.AsyncFunctionDef) and yields):
                 todo[name] = _required(node)
             names.discard(name)
     while found := {name for name, required in todo.items() if name not in names and names.issuperset(required)}:
@@ -358,11 +346,11 @@ def _require_fixtures(
                     given |= {part.strip() for part in text.value.split(",")}
     missing = [name for name in required if name not in given]
     if missing:
-        known = (
-            "fixtures that the test code defines without `params`, `capsys`, `tmp_path` and `monkeypatch` can be used"
+        raise Unscorable(
+            f"the test `{node.name}` needs `{missing[0]}`, a fixture of pytest; fixtures that the test code defines "
+            "without `params`, `capsys`, `tmp_path` and `monkeypatch` can be used; a function that is called itself "
+            "needs another name"
         )
-        hint = f"{known}; a function that is called itself needs another name"
-        raise Unscorable(f"the test `{node.name}` needs `{missing[0]}`, a fixture of pytest; {hint}")
 
 
 def _name(node: ast.AST) -> str:

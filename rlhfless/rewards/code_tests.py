@@ -8,11 +8,13 @@ from __future__ import annotations
 import ast
 import base64
 import binascii
+import math
 import pickletools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -132,6 +134,15 @@ def _function_of(value: Any, where: str) -> str:
     return value.strip()
 
 
+def _numbered(items: Sequence[Any], read: Callable[[Any], Iterable[Test]]) -> Iterator[Test]:
+    """Yield the tests of all items; an error names the item."""
+    for number, item in enumerate(items, 1):
+        try:
+            yield from read(item)
+        except Unscorable as error:
+            raise Unscorable(f"test {number} of {len(items)}: {error}") from error
+
+
 class _Reader:
     """Parse test values of one row."""
 
@@ -148,11 +159,7 @@ class _Reader:
         elif isinstance(value, list | tuple):
             if not value:
                 raise Unscorable("the list is empty: there is nothing to run; remove the row, or fill it in")
-            for number, item in enumerate(value):
-                try:
-                    yield from self.tests(item)
-                except Unscorable as error:
-                    raise Unscorable(f"test {number + 1} of {len(value)}: {error}") from error
+            yield from _numbered(value, self.tests)
         else:
             raise Unscorable(f"it is {described(value)}; {_SHOWN}")
 
@@ -179,23 +186,21 @@ class _Reader:
         found = read_test_code(source)
         function = entry_point(self._columns, self._spec) if found.candidate else ""
         if found.candidate and not function:
-            fields = " or ".join(f"`{name}`" for name in _names(self._spec.entry_point_field))
-            hint = "name the column with the function's name as `entry_point_field`"
-            raise Unscorable(
-                f"the test needs the function under test (`candidate`), and no column {fields} has it; {hint}"
-            )
+            what = f"the test needs the function under test (`candidate`), and no column {self._entry_points()} has it"
+            raise Unscorable(f"{what}; name the column with the function's name as `entry_point_field`")
         if function:
             _column(self._columns, self._spec.prompt_field, self._spec, "prompt_field")
         return CodeTest(source, function)
+
+    def _entry_points(self) -> str:
+        return " or ".join(f"`{name}`" for name in _names(self._spec.entry_point_field))
 
     def _setup(self) -> str:
         parts: list[str] = []
         for field in _names(self._spec.setup_field):
             value = _column(self._columns, field, self._spec, "setup_field")
-            lines = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
-            if (value is not None and not lines and not isinstance(value, list | tuple)) or not all(
-                isinstance(line, str) for line in lines
-            ):
+            lines = [] if value is None else [value] if isinstance(value, str) else value
+            if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
                 raise Unscorable(f"the column `{field}` must hold code, or a list of it; got {quote(str(value))}")
             parts += [line for line in lines if line.strip()]
         return "\n".join(parts)
@@ -236,11 +241,7 @@ class _Reader:
             raise Unscorable(f"{names} must have equal length; they have {len(inputs)} and {len(outputs)}")
         if not inputs:
             raise Unscorable(f"{names} are empty: there is nothing to run; remove the row, or fill it in")
-        for number, (given_in, expected) in enumerate(zip(inputs, outputs, strict=True)):
-            try:
-                yield self._of_pair(given, given_in, expected)
-            except Unscorable as error:
-                raise Unscorable(f"test {number + 1} of {len(inputs)}: {error}") from error
+        yield from _numbered([*zip(inputs, outputs, strict=True)], lambda pair: [self._of_pair(given, *pair)])
 
     def _called(self, given: Mapping[str, Any]) -> bool:
         """Whether a test calls a function, by its type or a function's name. Raises Unscorable."""
@@ -256,16 +257,10 @@ class _Reader:
     def _of_pair(self, given: Mapping[str, Any], inputs: Any, expected: Any) -> Test:
         if not self._called(given):
             return OutputTest(_text(inputs, "input"), _text(expected, "output"))
-        function = next(
-            (
-                name
-                for key in ("fn_name", "func_name", "metadata")
-                if (name := _function_of(given.get(key), f"`{key}`"))
-            ),
-            "",
-        ) or entry_point(self._columns, self._spec)
+        named = (_function_of(given.get(key), f"`{key}`") for key in ("fn_name", "func_name", "metadata"))
+        function = next(filter(None, named), "") or entry_point(self._columns, self._spec)
         if not function:
-            fields = " or ".join(f"`{name}`" for name in _names(self._spec.entry_point_field))
+            fields = self._entry_points()
             raise Unscorable(f"a functional test has no `fn_name`, and no column {fields} has the function's name")
         if isinstance(inputs, str):
             arguments = tuple(_json(line, "argument") for line in inputs.split("\n") if line.strip())
@@ -354,3 +349,41 @@ def _unpacked(text: str) -> str:
     if len(texts) != 1:
         raise Unscorable("the packed tests are a pickle of more than a text, which is not run")
     return texts[0]
+
+
+# -- comparing outputs
+
+
+_NUMBER = re.compile(r"(?<![\w.])([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?!\w|\.\w)", re.ASCII)
+"""A number that is not a part of a word."""
+
+
+def same_output(given: str, expected: str, tolerance: float) -> bool:
+    """Compare outputs line by line, ignoring trailing white space.
+
+    A decimal number in the expected line, also inside text (`x=0.5`), may differ by `tolerance`, absolute or relative.
+    An integer may be written as `2.0`, as in LiveCodeBench's judge.
+    """
+    lines, wanted = _lines(given), _lines(expected)
+    if len(lines) != len(wanted):
+        return False
+    return all(a == b or (tolerance > 0 and _close_lines(a, b, tolerance)) for a, b in zip(lines, wanted, strict=True))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().split("\n")]
+
+
+def _close_lines(given: str, expected: str, tolerance: float) -> bool:
+    parts, wanted = (_NUMBER.split(" ".join(line.split())) for line in (given, expected))
+    return len(parts) == len(wanted) and all(
+        a == b or (number % 2 and _close(a, b, tolerance))  # every second part is a number
+        for number, (a, b) in enumerate(zip(parts, wanted, strict=True))
+    )
+
+
+def _close(given: str, expected: str, tolerance: float) -> bool:
+    if (digits := expected.lstrip("+-")).isdecimal():  # one that begins with 0 is a name, such as 007
+        return (digits == "0" or digits[0] != "0") and Decimal(given) == Decimal(expected)
+    a, b = float(given), float(expected)
+    return math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(b))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhfless.records import Score
 from rlhfless.rewards.builtin import ExactMatch, Format, JsonSchemaReward, LengthPenalty, Regex
@@ -17,6 +17,7 @@ from rlhfless.rewards.protocol import (
     Outcome,
     Reward,
     RewardSample,
+    SampleReward,
     Verifier,
     VerifierSpec,
     within_range,
@@ -32,6 +33,7 @@ from rlhfless.spec import (
     LengthPenaltySpec,
     MathSpec,
     OnFailure,
+    PythonRewardSpec,
     RegexSpec,
     RewardModelSpec,
     RewardSpec,
@@ -125,15 +127,23 @@ def checker(spec: LocalSpec | VerifierSpec, hosts: tuple[str, ...] | None) -> Ch
     return verifier(spec) if isinstance(spec, VerifierSpec) else _local(spec, hosts)
 
 
-def _local(spec: LocalSpec, hosts: tuple[str, ...] | None) -> ExactMatch | Regex | Format | LengthPenalty | HttpReward:
-    if isinstance(spec, ExactMatchSpec):
-        return ExactMatch(spec)
-    if isinstance(spec, RegexSpec):
-        return Regex(spec)
-    if isinstance(spec, FormatSpec):
-        return Format(spec)
-    if isinstance(spec, LengthPenaltySpec):
-        return LengthPenalty(spec)
+_LOCAL: Mapping[type, Callable[[Any], SampleReward]] = {
+    ExactMatchSpec: ExactMatch,
+    RegexSpec: Regex,
+    FormatSpec: Format,
+    LengthPenaltySpec: LengthPenalty,
+}
+_VERIFIERS: Mapping[type, Callable[[Any], Verifier]] = {
+    CodeSpec: CodeReward,
+    JsonSchemaSpec: JsonSchemaReward,
+    MathSpec: MathReward,
+    PythonRewardSpec: PythonReward,
+}
+
+
+def _local(spec: LocalSpec, hosts: tuple[str, ...] | None) -> SampleReward | HttpReward:
+    if not isinstance(spec, HttpSpec):
+        return _LOCAL[type(spec)](spec)
     # Imported here, because httpx takes a quarter of a second to import.
     from rlhfless.rewards.http import HttpReward
 
@@ -142,10 +152,4 @@ def _local(spec: LocalSpec, hosts: tuple[str, ...] | None) -> ExactMatch | Regex
 
 def verifier(spec: VerifierSpec) -> Verifier:
     """Create the verifier of a spec. Raises RewardError."""
-    if isinstance(spec, CodeSpec):
-        return CodeReward(spec)
-    if isinstance(spec, JsonSchemaSpec):
-        return JsonSchemaReward(spec)
-    if isinstance(spec, MathSpec):
-        return MathReward(spec)
-    return PythonReward(spec)
+    return _VERIFIERS[type(spec)](spec)

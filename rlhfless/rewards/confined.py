@@ -2,10 +2,13 @@
 rlhfless.
 
     python -I -S confined.py <config fd> <result fd>
+    python -I -S confined.py reap <command> [<argument> ...]
 
 It reads its config (`marshal`, from rlhfless.rewards.confinement), drops privileges, runs the program and its test
 (rlhfless.rewards.tested), and writes the config's `token` and the number of checks to the result fd after both: an
 early `exit(0)` does not pass. Without code it reports which protections took effect.
+
+`reap` runs a command, here this script, and then kills its remaining descendants in any session.
 
 Order matters: open paths for Landlock, mount namespace, change of user, user namespace, and last the irrevocable
 Landlock and seccomp filters. Protections that the kernel refuses are skipped and reported.
@@ -20,6 +23,7 @@ import os
 import resource
 import struct
 import sys
+from contextlib import suppress
 from typing import Any
 
 Config = dict[str, Any]
@@ -28,8 +32,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _SIGKILL = 9
 
 # linux/prctl.h, linux/sched.h, linux/mount.h, linux/capability.h
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
-_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x20000, 0x8000000, 0x10000000, 0x40000000
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (
+    0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)  # fmt: skip
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _CAPABILITIES_3 = 0x20080522
@@ -83,7 +88,7 @@ def confine(config: Config) -> dict[str, str]:
 
 
 def die_with(parent: int | None) -> None:
-    """Have the kernel kill this process when its parent dies. None: the parent's id is unknown (reap_children.py)."""
+    """Have the kernel kill this process when its parent dies. None: the parent's id is unknown (`reap`)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(1)  # it died before the line above
@@ -298,5 +303,51 @@ def main() -> None:
     write(result_fd, f"{config['token']} {checks}".encode())
 
 
+def reap(command: list[str]) -> int:
+    """Run a command and kill what it leaves behind; return its exit code.
+
+    Used if the kernel takes no system-call filter, so that the test can start processes. With privileges the command is
+    the first process of a process namespace, which the kernel ends with it; else this process adopts orphans and kills
+    them. SIGTERM, or the parent's death, ends the command.
+    """
+    import signal  # a millisecond that tests need not spend
+
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.unshare(_CLONE_NEWPID)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    child = os.fork()
+    if not child:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        os.execv(command[0], command)
+
+    def kill(pid: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, _SIGKILL)
+
+    signal.signal(signal.SIGTERM, lambda *_: kill(child))
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.closerange(0, 256)  # the reader of its output waits for the last process that holds the pipe
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    while True:
+        for pid in _children():
+            kill(pid)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return code if code >= 0 else 128 - code
+
+
+def _children() -> list[int]:
+    children = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat") as stream:  # it may be gone
+            if int(stream.read().rpartition(")")[2].split()[1]) == os.getpid():
+                children.append(int(name))
+    return children
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "reap":
+        sys.exit(reap(sys.argv[2:]))
     main()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import marshal
 import os
+import platform
 import selectors
 import signal
 import stat
@@ -12,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -20,7 +22,6 @@ from pathlib import Path
 from types import CodeType
 from typing import IO, Any, Literal
 
-from rlhfless.rewards.seccomp import Program, filter_of_attributes, filter_of_processes_and_network
 from rlhfless.spec import CodeSpec
 
 MIB, KIB = 2**20, 2**10
@@ -44,8 +45,7 @@ LOOK_S = 0.05
 """Interval between measurements of a test's folder; a disk can fill some hundred MiB in it."""
 
 # Isolated, and without the start-up files of site-packages: a start takes 10 ms instead of 40.
-_PYTHON = (sys.executable, "-I", "-S", "-B", "-X", "utf8")
-_SCRIPT, _REAPER = (str(Path(__file__).with_name(name)) for name in ("confined.py", "reap_children.py"))
+_COMMAND = (sys.executable, "-I", "-S", "-B", "-X", "utf8", str(Path(__file__).with_name("confined.py")))
 
 # Numbers that no system gives to its users (systemd's table calls 1879048192 to 2147483647 unused), one per process id
 # (at most 2^22), so that two tests cannot reach each other. The user `nobody` if a container does not map such numbers.
@@ -145,17 +145,18 @@ def protection_with(measures: Measures) -> Protection:
 
 def run_confined(task: CodeTask, spec: CodeSpec, measures: Measures = Measures()) -> CodeEnded:
     """Run the process until it ends or reaches a limit."""
-    program = _filters()[0] if measures.filters else None
+    program = filters()[0] if measures.filters else None
+    where = os.path.realpath(tempfile.gettempdir())  # the path is made again in the process's own root
     with (
-        _folder() as path,
+        tempfile.TemporaryDirectory(prefix="rlhfless-code-", dir=where, ignore_cleanup_errors=True) as path,
         _file(task.given.encode(errors="surrogatepass")) as stdin,
         _file(marshal.dumps(_config(task, spec, measures, path))) as settings,
         _result_pipe() as (reading, writing),
     ):
-        command = [*_PYTHON, _SCRIPT, str(settings.fileno()), str(writing.fileno())]
+        command = [*_COMMAND, str(settings.fileno()), str(writing.fileno())]
         with writing:
             process = subprocess.Popen(
-                command if program else [*_PYTHON, _REAPER, *command],
+                command if program else [*_COMMAND, "reap", *command],
                 cwd=path,
                 # No variable of the parent: the policy's code may see no token.
                 env={"PATH": os.defpath, "HOME": path, "TMPDIR": path, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
@@ -173,7 +174,7 @@ def run_confined(task: CodeTask, spec: CodeSpec, measures: Measures = Measures()
 
 
 def _config(task: CodeTask, spec: CodeSpec, measures: Measures, folder: str) -> dict[str, Any]:
-    program, of_attributes = _filters() if measures.filters else (None, None)
+    program, of_attributes = filters() if measures.filters else (None, None)
     return {
         "runner": None if task.code is None else _runner(),
         "test": {"imports": (), **task.test, "sources": (task.code,) if isinstance(task.code, str) else task.code},
@@ -204,11 +205,6 @@ def _runner() -> CodeType:
 
 
 @lru_cache(maxsize=1)
-def _filters() -> tuple[Program | None, Program | None]:
-    return filter_of_processes_and_network(), filter_of_attributes()
-
-
-@lru_cache(maxsize=1)
 def readable() -> dict[str, str]:
     """Return the paths that Python needs; links map to their targets. No path is within another."""
     python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -232,11 +228,6 @@ def _result_pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         yield reader, writer
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    where = os.path.realpath(tempfile.gettempdir())  # the path is made again in the process's own root
-    return tempfile.TemporaryDirectory(prefix="rlhfless-code-", dir=where, ignore_cleanup_errors=True)
-
-
 def _file(content: bytes) -> IO[bytes]:
     """Create an unnamed file: an argument or a pipe is too small for a long program."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
@@ -246,8 +237,8 @@ def _file(content: bytes) -> IO[bytes]:
 
 
 def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, most: int, orderly: bool) -> CodeEnded:
-    """Read until the process ends, or kill it at a limit, such as `most` output bytes. `orderly`: let reap_children.py
-    end descendants first."""
+    """Read until the process ends, or kill it at a limit, such as `most` output bytes. `orderly`: let it end its
+    descendants first."""
     assert process.stdout is not None
     deadline = time.monotonic() + spec.timeout_s
     next_look = time.monotonic() + LOOK_S
@@ -335,3 +326,91 @@ class Folder:
                         seen.add(file.st_ino)
                         taken += file.st_blocks * _BLOCK_BYTES
         return taken
+
+
+# -- seccomp filters: lists of [code, jump if true, jump if false, k] of classic BPF
+
+
+Program = list[list[int | None]]
+"""k None stands for the id of the filtered process."""
+
+_ALLOW, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # allow; EPERM; ENOSYS
+_LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in struct seccomp_data
+_CLONE_THREAD = 0x10000
+_X32_BIT = 0x40000000
+_NOT_STREAM = 0xE  # bits of a socket's type: SOCK_STREAM is 1, other types have one of these
+_GET_ACTION_AVAILABLE = 2
+
+# By machine: its architecture in linux/audit.h, and its place in the tables of system calls below.
+_MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_SYS_CLONE, _SYS_CLONE3, _SYS_SOCKETPAIR, _SYS_SECCOMP = (56, 220), 435, (53, 199), (317, 277)
+
+# The network (io_uring opens sockets, too), other processes, and memory that no limit of this process counts.
+_REFUSED = {
+    "socket": (41, 198), "io_uring_setup": (425, 425), "fork": (57, None), "vfork": (58, None), "kill": (62, 129),
+    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "unshare": (272, 97), "setns": (308, 268), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218),
+    "keyctl": (250, 219),
+}  # fmt: skip
+
+# Their first argument is a process: this one only. C libraries need them to abort and for their own limits.
+_OF_OWN_PROCESS = {"tgkill": (234, 131), "prlimit64": (302, 261)}
+
+# Landlock does not hold them: mode, owner, times, extended attributes and (before its version 3) length of files.
+_OF_ATTRIBUTES = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "truncate": (76, 45), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466),
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def filters() -> tuple[Program | None, Program | None]:
+    """Build two filters: one refuses sockets, processes (threads are allowed) and uncounted memory, the other changes
+    of file attributes. None without kernel support."""
+    if platform.machine() not in _MACHINES:
+        return None, None
+    architecture, column = _MACHINES[platform.machine()]
+    action = ctypes.c_uint32(_REFUSE & 0xFFFF0000)
+    if ctypes.CDLL(None).syscall(_SYS_SECCOMP[column], _GET_ACTION_AVAILABLE, 0, ctypes.byref(action)) != 0:
+        return None, None
+    # clone3's flags are in memory, where the filter cannot read them: the C library falls back to clone.
+    lines: Program = [[_EQUAL, 0, 1, _SYS_CLONE3], [_RETURN, 0, 0, _UNKNOWN]]
+    lines += _refusals(_REFUSED.values(), column)
+    for numbers in _OF_OWN_PROCESS.values():
+        lines += [[_EQUAL, 0, 5, numbers[column]], [_LOAD, 0, 0, _FIRST_ARGUMENT], [_EQUAL, 2, 0, 0]]
+        lines += [[_EQUAL, 1, 0, None], [_RETURN, 0, 0, _REFUSE], [_RETURN, 0, 0, _ALLOW]]
+    # Other pairs of sockets could be connected again, to a local service.
+    lines += [[_EQUAL, 0, 4, _SYS_SOCKETPAIR[column]], [_LOAD, 0, 0, _SECOND_ARGUMENT], [_HAS_BITS, 0, 1, _NOT_STREAM]]
+    lines += [[_RETURN, 0, 0, _REFUSE], [_RETURN, 0, 0, _ALLOW]]
+    lines += [[_EQUAL, 0, 3, _SYS_CLONE[column]], [_LOAD, 0, 0, _FIRST_ARGUMENT], [_HAS_BITS, 1, 0, _CLONE_THREAD]]
+    lines += [[_RETURN, 0, 0, _REFUSE]]
+    return _program(architecture, lines), _program(architecture, _refusals(_OF_ATTRIBUTES.values(), column))
+
+
+def _refusals(calls: Iterable[tuple[int | None, int | None]], column: int) -> Program:
+    lines: Program = []
+    for numbers in calls:
+        if numbers[column] is not None:
+            lines += [[_EQUAL, 0, 1, numbers[column]], [_RETURN, 0, 0, _REFUSE]]
+    return lines
+
+
+def _program(architecture: int, lines: Program) -> Program:
+    """Wrap `lines`, which judge the call's number; calls that they do not refuse are allowed."""
+    return [
+        [_LOAD, 0, 0, _ARCHITECTURE],
+        [_EQUAL, 1, 0, architecture],
+        [_RETURN, 0, 0, _REFUSE],
+        [_LOAD, 0, 0, _NUMBER],
+        [_AT_LEAST, 0, 1, _X32_BIT],
+        [_RETURN, 0, 0, _REFUSE],
+        *lines,
+        [_RETURN, 0, 0, _ALLOW],
+    ]

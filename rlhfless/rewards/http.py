@@ -25,7 +25,19 @@ import httpx
 import numpy as np
 
 from rlhfless.records import Prompt
-from rlhfless.rewards.protocol import ARGUMENTS, Failed, Outcome, Report, RewardSample, described, finite, listed, quote
+from rlhfless.rewards.protocol import (
+    ARGUMENTS,
+    Failed,
+    Outcome,
+    Report,
+    RewardSample,
+    Unscorable,
+    described,
+    finite,
+    listed,
+    quote,
+    unscorable,
+)
 from rlhfless.spec import HttpSpec
 
 FIRST_PAUSE_S = 0.5
@@ -52,13 +64,7 @@ class HttpReward:
         problems = [f"the environment variable {name!r} is not set"] if name and not os.environ.get(name) else []
         if self._hosts is not None and (why := refusal(self._spec.url, self._hosts)):
             problems.append(why)
-        faults = []
-        for prompt in prompts:
-            try:
-                as_json(prompt.columns)
-            except Unsendable as error:
-                faults.append((prompt, str(error)))
-        if faults:
+        if faults := unscorable(prompts, lambda prompt: as_json(prompt.columns)):
             hint = "leave these columns out of the data, or write them as texts"
             problems.append(listed("columns cannot be sent as JSON", faults, len(prompts), hint))
         return problems
@@ -161,7 +167,7 @@ def retry_after_s(header: str) -> float | None:
     return min(max(seconds, 0.0), _LONGEST_S) if not math.isnan(seconds) else None
 
 
-class Unsendable(Exception):
+class Unsendable(Unscorable):
     """A value that JSON cannot express. The message names column, value and type."""
 
 

@@ -106,7 +106,8 @@ def with_units(text: str) -> str:
     text = _structures(text)
     text = _numbers(text)
     text = _NAMES_AFTER_BACKSLASH.sub(r"\\\1", text)
-    text = re.sub(r"(?<![A-Za-z\\])(pi|infinity|inf|oo)(?![A-Za-z])", _constant, text, flags=re.IGNORECASE)
+    text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text, flags=re.IGNORECASE)
+    text = re.sub(r"(?<![A-Za-z\\])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty ", text, flags=re.IGNORECASE)
     text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(", r"\\sqrt(", text)
     return _braced(text, "\\sqrt(")
 
@@ -208,9 +209,8 @@ def _tidied(text: str) -> str:
 
 def _structures(text: str) -> str:
     """Normalise matrices, sets, ratios and double signs."""
-    text = re.sub(
-        r"[\[(]\s*\\begin\{array\}\s*(?:\{[^{}]*\})?(.*?)\\end\{array\}\s*[\])]", _matrix, text, flags=re.DOTALL
-    )
+    array = r"[\[(]\s*\\begin\{array\}\s*(?:\{[^{}]*\})?(.*?)\\end\{array\}\s*[\])]"
+    text = re.sub(array, r"\\begin{pmatrix}\1\\end{pmatrix}", text, flags=re.DOTALL)
     built = re.fullmatch(r"\\\{\s*([a-z])\s*(?:\\mid|\||:)\s*([^,]*(?:<|>|\\[lg]e)[^,]*)\\\}", text.strip())
     if built and "\\in" not in built[2]:
         text = built[2]
@@ -221,10 +221,6 @@ def _structures(text: str) -> str:
     if re.search(r"\\(?:pm|mp)(?![A-Za-z])", text) and "\\ne" not in text:
         text = ", ".join(_both_signs(part) for part in _parts(text))
     return text
-
-
-def _matrix(found: re.Match[str]) -> str:
-    return f"\\begin{{pmatrix}}{found[1]}\\end{{pmatrix}}"
 
 
 def _both_signs(part: str) -> str:
@@ -317,10 +313,6 @@ def _in_base(found: re.Match[str]) -> str:
         return str(int(digits, _BASES.get(base) or int(base)))
     except ValueError:
         return found[0]
-
-
-def _constant(found: re.Match[str]) -> str:
-    return "\\pi " if found[1].lower() == "pi" else "\\infty "
 
 
 def _braced(text: str, opening: str) -> str:

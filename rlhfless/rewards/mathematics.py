@@ -35,7 +35,7 @@ from rlhfless.rewards.answers import (
     units_of,
 )
 from rlhfless.rewards.math_text import UNICODE_MATHS, as_latex, unreadable
-from rlhfless.rewards.protocol import Begin, Done, RewardError, RewardSample, Unscorable, attempt, listed, quote
+from rlhfless.rewards.protocol import RewardError, RewardSample, SampleReward, Unscorable, listed, quote
 from rlhfless.spec import MathSpec
 
 # The separator between solution and answer in GSM8K.
@@ -86,13 +86,12 @@ class Expected:
     digits: int = _DIGITS
 
 
-class MathReward:
+class MathReward(SampleReward):
     """1 if the response's answer equals the expected one, else 0. Raises RewardError without math-verify."""
-
-    whole = False
 
     def __init__(self, spec: MathSpec) -> None:
         self._spec = spec
+        self.limit_s = _WALL_PER_CPU * spec.cpu_s
         self._gold = lru_cache(maxsize=_GOLD_CACHE)(self._expected)
         if importlib.util.find_spec("math_verify") is None:
             raise RewardError(spec.label, "needs the package math-verify; install rlhfless[math]")
@@ -141,12 +140,6 @@ class MathReward:
         # It warns that its own time limits are off, and about answers that it cannot parse; those count as wrong here.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
-        limit_s = _WALL_PER_CPU * self._spec.cpu_s
-        for index, sample in enumerate(samples):
-            yield Begin((index,), limit_s)
-            yield Done(index, attempt(self._value, sample))
-
     def read(self, text: str) -> str:
         """Describe how an expected answer is compared, for people to see."""
         from sympy import sstr
@@ -158,7 +151,7 @@ class MathReward:
             return f"the choice {expected.letter}" + (f", or {self.read(expected.value)}" if expected.value else "")
         return expected.words or str(sstr(expected.parsed[0], full_prec=False))
 
-    def _value(self, sample: RewardSample) -> float:
+    def value(self, sample: RewardSample) -> float:
         gold = self._gold(answer_of(sample.columns, self._spec))
         try:
             with _cpu_limit(self._spec.cpu_s):
@@ -203,7 +196,7 @@ def _written(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    return (as_words(text) or "") if len(text) <= _MOST_REPEATED else ""
+    return as_words(text) if len(text) <= _MOST_REPEATED else ""
 
 
 def _is_quick(text: str) -> bool:
@@ -338,9 +331,8 @@ def _same(value: str, text: str) -> bool:
 def _verified(gold: Expected, parsed: Sequence[Any]) -> bool:
     from math_verify import verify
 
-    places, digits, compares = gold.places, gold.digits, gold.interval
-    gold_first = (list(gold.parsed), list(parsed), places, digits)
-    return bool(verify(*gold_first, timeout_seconds=0, allow_set_relation_comp=compares))
+    expected_first = (list(gold.parsed), list(parsed), gold.places, gold.digits)
+    return bool(verify(*expected_first, timeout_seconds=0, allow_set_relation_comp=gold.interval))
 
 
 def _states(gold: Expected, said: str) -> bool:

@@ -127,12 +127,12 @@ class Verifier(Checked, Protocol):
         ...
 
 
-class LocalReward:
-    """Base of quick, pure rewards: a function of one sample."""
+class SampleReward:
+    """Base of rewards that are a function of one sample: as a Reward if it is quick and pure, else as a Verifier."""
 
-    async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
-        for index, sample in enumerate(samples):
-            report(index, attempt(self.value, sample))
+    whole = False
+    limit_s = math.inf
+    """Seconds that a verifier may take for a sample."""
 
     def value(self, sample: RewardSample) -> float:
         """Return the sample's number. Raises Unscorable."""
@@ -140,6 +140,17 @@ class LocalReward:
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002
         return []
+
+    def prepare(self) -> None: ...
+
+    async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
+        for index, sample in enumerate(samples):
+            report(index, attempt(self.value, sample))
+
+    def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
+        for index, sample in enumerate(samples):
+            yield Begin((index,), self.limit_s)
+            yield Done(index, attempt(self.value, sample))
 
 
 class Unscorable(Exception):
@@ -232,6 +243,17 @@ def column_problems(
     return problems + ([listed(f"the column `{column}` cannot be used", bad, len(prompts))] if bad else [])
 
 
+def unscorable(prompts: Iterable[Prompt], check: Callable[[Prompt], object]) -> list[tuple[Prompt, str]]:
+    """Return the prompts for which `check` raises Unscorable, with the causes."""
+    faults = []
+    for prompt in prompts:
+        try:
+            check(prompt)
+        except Unscorable as error:
+            faults.append((prompt, str(error)))
+    return faults
+
+
 class RowFaults(str):
     """A message about faulty rows, with each row and its fault."""
 
@@ -252,32 +274,3 @@ def listed(what: str, faults: Sequence[tuple[Prompt, str]], total: int, hint: st
     end = f". {hint[0].upper()}{hint[1:]}" if hint else ""
     text = f"{what} in {len(faults)} of {total} prompts: {'; '.join(named)}{more}{end}".rstrip()
     return RowFaults(text, ((prompt, f"{what}: {why}") for prompt, why in faults))
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A worker's rewards are ready."""
-
-    whole: tuple[bool, ...]
-    """`Verifier.whole` per reward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A worker cannot create a reward, and exits."""
-
-    reward: str
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Score samples with reward number `reward`."""
-
-    reward: int
-    samples: tuple[RewardSample, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The task is done."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -74,7 +74,7 @@ class PythonReward:
         else:
             for index, sample in enumerate(samples):
                 yield Begin((index,), self._spec.timeout_s)
-                yield Done(index, attempt(self._score_one, sample))
+                yield Done(index, attempt(lambda one: self._number_of(self._call(self._arguments_of(one))), sample))
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Report required parameters that no sample, column or `kwargs` fills."""
@@ -88,7 +88,7 @@ class PythonReward:
         for columns, affected in by_columns.items():
             available = [*ARGUMENTS, *sorted(columns), *self._spec.kwargs, *self._spec.fields]
             nested = dotted_names(affected[0].columns)
-            for name in self._signature.unknown(available):
+            for name in sorted(self._signature.required.difference(available)):
                 first = affected[0].where or quote(affected[0].text)
                 lacking = f"{self._spec.target!r} requires `{name}`, and nothing of that name is given"
                 text = (
@@ -107,17 +107,13 @@ class PythonReward:
         if both := sorted(set(self._spec.kwargs) & set(self._spec.fields)):
             self._fail(f"`kwargs` and `fields` both have `{both[0]}`")
 
-    def _score_one(self, sample: RewardSample) -> float:
-        return self._number_of(self._call(self._arguments([sample], lambda values: values[0])))
-
     async def _score_together(self, samples: Sequence[RewardSample]) -> list[Outcome]:
         limit = asyncio.Semaphore(_MAX_ASYNC_CALLS)
 
         async def score(sample: RewardSample) -> Outcome:
             async with limit:
                 try:
-                    result = await self._call_async(self._arguments([sample], lambda values: values[0]))
-                    return self._number_of(result)
+                    return self._number_of(await self._call_async(self._arguments_of(sample)))
                 except Unscorable as error:
                     return Failed(str(error))
 
@@ -153,6 +149,9 @@ class PythonReward:
             hint = "; for a function that returns a list, set `batch: true`" if _items(result) is not None else ""
             raise Unscorable(f"{_no_number(result)}{hint}")
         return value
+
+    def _arguments_of(self, sample: RewardSample) -> dict[str, Any]:
+        return self._arguments([sample], lambda values: values[0])
 
     def _arguments(self, samples: Sequence[RewardSample], pack: Callable[[list[Any]], Any]) -> dict[str, Any]:
         """Build keyword arguments: sample fields take precedence over `kwargs`, and those over columns."""
@@ -251,9 +250,6 @@ class Signature:
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.required or name in self.optional
-
-    def unknown(self, available: Iterable[str]) -> list[str]:
-        return sorted(self.required - set(available))
 
 
 def load(reward: str, target: str) -> Callable[..., Any]:

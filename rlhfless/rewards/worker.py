@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rlhfless.rewards.combine import verifier
-from rlhfless.rewards.protocol import Broken, End, Ready, RewardError, Task, Verifier, VerifierSpec
+from rlhfless.rewards.protocol import RewardError, Verifier, VerifierSpec
+from rlhfless.rewards.workers import Broken, End, Ready, Task
 from rlhfless.util import processes
 from rlhfless.util.text import tolerant
 

@@ -14,19 +14,16 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from rlhfless.rewards.protocol import (
     Begin,
-    Broken,
     Done,
-    End,
     Failed,
-    Ready,
     Report,
     RewardError,
     RewardSample,
-    Task,
     VerifierSpec,
     pieces,
 )
@@ -43,6 +40,35 @@ FIRST_WORD_S = 30.0
 
 CHUNK = 8
 """Samples per task: few, so that workers end at about the same time. A message costs a tenth of a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker's rewards are ready."""
+
+    whole: tuple[bool, ...]
+    """`Verifier.whole` per reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A worker cannot create a reward, and exits."""
+
+    reward: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Score samples with reward number `reward`."""
+
+    reward: int
+    samples: tuple[RewardSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The task is done."""
 
 
 class WorkerLost(Exception):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rlhfless.rewards.code_blocks import program_of
+from rlhfless.rewards.code import program_of
 
 PROGRAM = "print(1)\n"
 F = "```"

@@ -9,8 +9,8 @@ import pytest
 
 from rlhfless.records import Prompt
 from rlhfless.rewards import code_tests
-from rlhfless.rewards.code import CodeReward, same_output
-from rlhfless.rewards.code_tests import CallTest, CodeTest, OutputTest
+from rlhfless.rewards.code import CodeReward
+from rlhfless.rewards.code_tests import CallTest, CodeTest, OutputTest, same_output
 from rlhfless.rewards.protocol import Unscorable
 from rlhfless.spec import CodeSpec
 

@@ -24,10 +24,10 @@ from rlhfless.rewards.confinement import (
     CodeTask,
     Measures,
     Protection,
+    filters,
     protection_with,
     run_confined,
 )
-from rlhfless.rewards.seccomp import filter_of_processes_and_network
 from rlhfless.spec import CodeSpec
 
 PROBE = Path(__file__).with_name("confinement_probe.py")
@@ -143,7 +143,7 @@ def test_code_run_by_another_user_finds_no_secret_where_it_is_said_to_find_none(
     found, held = found_by(answer, name)
     lost = [line for line in found if not line.startswith("kill")]
     assert lost == [] or not (held.files and held.environment)
-    if SETS[name].get("filters", True) and filter_of_processes_and_network() is not None:
+    if SETS[name].get("filters", True) and filters()[0] is not None:
         assert found == lost
     if FULL and name != "namespaces alone":  # user namespaces may be forbidden; this kernel has Landlock
         assert held.files
@@ -303,7 +303,7 @@ signal.signal(signal.SIGUSR1, lambda *_: print("raised", flush=True))
 signal.raise_signal(signal.SIGUSR1)
 os.abort()
 """
-    if filter_of_processes_and_network() is None:
+    if filters()[0] is None:
         pytest.skip("this kernel has no filters")
     output = run_confined(CodeTask(source), SPEC).output
     assert output.splitlines() == ["True True", "True SOCK_STREAM", "(0, 0)", "raised"]
