@@ -21,7 +21,7 @@ from rlhfless.util.text import storable
 sys.path.append(str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent)])
 
-pytest_plugins = ["fakes.prompt_inputs", "fakes.service_fixtures", "fakes.set_clock"]
+pytest_plugins = ["fakes.prompt_inputs", "fakes.fake_service", "fakes.set_clock"]
 
 # Timings never decide a test, because code is compiled in the first example that calls it.
 settings.register_profile("untimed", deadline=None)

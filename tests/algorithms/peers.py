@@ -1,7 +1,7 @@
 """The published formulas of verl's `core_algos` (commit b178a3c), reimplemented one number at a time.
 
 A row is a sequence; its lists have one entry per generated token. A mask with holes is a list of flags next to a longer
-list. Only the names of settings are shared with the package.
+list. Only the names of settings are shared with the package. TRL is compared by its own trainers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
+import pytest
 import torch
 
 Scalar = torch.Tensor
@@ -202,3 +204,12 @@ def value_loss(values: list[Scalar], old: list[float], returns: list[float], cli
         for value, before, target in zip(values, old, returns, strict=True)
     ]
     return 0.5 * torch.stack(losses).mean()
+
+
+def trl_trainer(name: str) -> ModuleType:
+    """Return the module `trl.trainer.NAME`, imported without vLLM, which takes seconds and is needed by no loss."""
+    utilities = pytest.importorskip("trl.import_utils")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilities, "is_vllm_available", lambda *_, **__: False)
+        module: ModuleType = pytest.importorskip(f"trl.trainer.{name}")
+    return module

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peers import trl_trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fakes.trl_trainers import trl_trainer
 from rlhfless.algorithms.batch import select
 from rlhfless.algorithms.supervised import (
     DPO,

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from peers import trl_trainer
 
 from fakes.fake_cluster import group as group_of
-from fakes.trl_trainers import trl_trainer
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.group_based import group_advantages

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fakes.prompt_inputs import save_policy
-from fakes.tiny_tokenizers import make_chat_tokenizer
+from fakes.prompt_inputs import make_chat_tokenizer, save_policy
 from rlhfless.cli import main
 from rlhfless.prepare.model import special_tokens
 from rlhfless.prepare.shown_rows import pieces

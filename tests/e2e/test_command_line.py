@@ -15,8 +15,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fakes.commands import COMMAND, assert_nothing_is_left, offspring, start, wait_for, write_spec
-from fakes.user_environment import user_environment
+from fakes.commands import COMMAND, assert_nothing_is_left, offspring, start, user_environment, wait_for, write_spec
 from rlhfless.records import FunctionName
 from rlhfless.records.traces import read_trace
 

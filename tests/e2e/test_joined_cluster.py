@@ -15,8 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from fakes.commands import COMMAND, start, wait_for, write_spec
-from fakes.joined_ray import believed_gpu, replicas, started
+from fakes.commands import COMMAND, believed_gpu, replicas, start, started, wait_for, write_spec
 from fakes.live_runs import Whole, fault_values
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.traces import compare_samples, read_trace

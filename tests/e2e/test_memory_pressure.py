@@ -11,8 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from fakes.commands import start, wait_for
-from fakes.joined_ray import replicas, started
+from fakes.commands import replicas, start, started, wait_for
 from fakes.live_runs import Whole, fault_values
 from rlhfless.records.traces import compare_samples, read_trace
 from rlhfless.scaling.accounting import check_holdings

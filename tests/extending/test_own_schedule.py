@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from fakes.schedule_steps import Steps
+from fakes.builders import Steps
 from rlhfless.orchestrator.schedules import schedule_of
 from rlhfless.spec import SyncSpec
 from rlhfless.spec.errors import SpecError

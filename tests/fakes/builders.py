@@ -1,16 +1,25 @@
-"""Builders of values that many tests need: rollouts, trace rows, reward samples, and arbitrary text."""
+"""Builders of values that many tests need: rollouts, trace rows, reward samples, texts, settings, and fake steps."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from rlhfless.functions.base import LeaseTerms
+from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.records import FinishReason, Rollout, VersionSpan
 from rlhfless.records.traces import TracedRollout
 from rlhfless.rewards import RewardSample
+from rlhfless.rewards.code import CodeReward
+from rlhfless.rewards.protocol import Done, Outcome
+from rlhfless.spec import CodeSpec, EngineSpec, TimeoutsSpec
+from rlhfless.weights.address import StoreAddress
 
 
 def rollout(prompt_id: str = "p", sample: int = 0, tokens: int = 3) -> Rollout:
@@ -86,3 +95,79 @@ TEXTS = st.text(alphabet=st.characters(exclude_categories=()))
 
 ANY_TEXT = TEXTS | st.binary().map(os.fsdecode)
 """Arbitrary text, including file names that are not UTF-8."""
+
+
+# -- values of `code` rewards, computed by real sandboxed processes
+
+
+def code_value(response: str, columns: dict[str, Any], prompt: str = "the prompt", **options: Any) -> Outcome:
+    """Return the reward of one response to a row."""
+    reward = CodeReward(CodeSpec(type="code", timeout_s=20, **options))
+    sample = RewardSample(prompt, response, len(response), FinishReason.STOP, columns, "p-1", 0)
+    (outcome,) = [event.outcome for event in reward.run([sample]) if isinstance(event, Done)]
+    return outcome
+
+
+# -- fake steps of a schedule, without a run
+
+
+class Steps:
+    """Records a schedule's actions in order. Rollouts and trainings last `turns` turns of the event loop, by name."""
+
+    def __init__(self, turns: dict[str, int] | None = None, fails_at: int | None = None, learned: int = 0) -> None:
+        self.turns = defaultdict(lambda: 1, turns or {})
+        self.fails_at = fails_at
+        self.done: list[str] = []
+        """Started actions, in order."""
+        self.learned = learned
+        self.drawing: set[int] = set()
+        self.most_at_once = 0
+        self.behind: dict[int, int] = {}
+        """By step: how many versions old its weights were when it was learned from."""
+        self._began_with: dict[int, int] = {}
+
+    async def rollout(self, step: int) -> Any:
+        self.done.append(f"draw {step}")
+        self._began_with[step] = self.learned
+        self.drawing.add(step)
+        self.most_at_once = max(self.most_at_once, len(self.drawing))
+        try:
+            await self._last(f"draw {step}")
+        finally:
+            self.drawing.discard(step)
+        return step
+
+    async def train(self, step: int, experience: Any) -> None:
+        assert experience == step == self.learned + 1
+        self.done.append(f"learn {step}")
+        self.behind[step] = self.learned - self._began_with[step]
+        await self._last(f"learn {step}")
+        if step == self.fails_at:
+            raise RuntimeError(f"step {step} failed")
+        self.learned = step
+
+    async def _last(self, what: str) -> None:
+        for _ in range(self.turns[what]):
+            await asyncio.sleep(0)
+
+
+# -- engine settings and leases of functions in the test's own process
+
+
+SETTINGS = EngineSettings(
+    model="model",
+    tokenizer="model",
+    dtype="float32",
+    max_model_len=None,
+    seed=0,
+    trust_remote_code=False,
+    device="cpu",
+    store=StoreAddress("file", "store"),
+    engine=EngineSpec(),
+    timeouts=TimeoutsSpec(start_s=30, drain_s=5),
+)
+
+
+DAY_S = 86_400
+LONG = LeaseTerms(DAY_S, DAY_S)
+"""Longer than any test session: a function whose lease expires ends its process, which here is the test process."""

@@ -1,4 +1,4 @@
-"""The real step loop with fake functions, one prompt per step, and a generation stage over the fake pool."""
+"""The real step loop with fake functions, a generation stage over the fake pool, and a live fleet without processes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fakes.fake_cluster import FakePool, prompt, runner
+from fakes.fake_cluster import FakeCluster, FakePool, pool_of, prompt, runner
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call
+from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
 from rlhfless.orchestrator.ledger import Ledger
+from rlhfless.orchestrator.live_fleet import LiveFleet
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.step import rollout
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import (
+    Decision,
     FunctionName,
     Group,
     Invocation,
@@ -33,10 +35,12 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.journal import Journal
-from rlhfless.records.traces import TraceMeta, TraceWriter
-from rlhfless.scaling.function_specs import declared
+from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
+from rlhfless.scaling.function_specs import Bounds, declared
+from rlhfless.scaling.latency.fitted import EngineSpeeds
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.policy import StepEnded
-from rlhfless.scaling.prices import load_price_book
+from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
 
@@ -223,3 +227,54 @@ class Reader:
 def ledger_in(folder: Path) -> Ledger:
     prices = load_price_book(None)
     return Ledger(TraceWriter(folder, TraceMeta("run", 1, prices.snapshot(), {}, {}), False), prices)
+
+
+# -- a live fleet without processes
+
+
+class Fleet:
+    """A live fleet of two allocations for actors, with scoring and a learner on half a core each."""
+
+    def __init__(
+        self,
+        folder: Path,
+        fewest: int = 1,
+        sequences: int = 256,
+        hold: Bounds | None = None,
+        actors: Any = None,
+    ) -> None:
+        """`actors`: their pool, if given."""
+        self.spec = RunSpec.model_validate(
+            {
+                "model": {"path": "m"},
+                "prompts": {"path": "p"},
+                "rewards": [{"type": "exact_match"}],
+                "generation": {"max_tokens": 64, "engine": {"max_sequences": sequences}},
+                "scaling": {"generation": {"min_actors": fewest, "max_actors": 2}},
+            }
+        )
+        meta = TraceMeta("run", 1, PRICES.snapshot(), {}, {})
+        self.folder = folder
+        self.ledger = Ledger(TraceWriter(folder, meta, record_tokens=False), PRICES)
+        self.cluster = FakeCluster()
+        self.actors: Any = actors or pool_of(self.cluster, "a", slots=2, bounds=Bounds(fewest, "min_actors"))
+        self.actors["a"].info = ReplicaInfo("a-1", 1, "here", kv_capacity_tokens=5000)
+        self.scoring, learner = (
+            pool_of(self.cluster, function, bounds=bounds, function=function, given=[HALF_A_CORE])
+            for function, bounds in ((FunctionName.SCORING, hold or Bounds()), (FunctionName.LEARNER, Bounds(1)))
+        )
+        pools = [self.actors, self.scoring, learner]
+        speeds = EngineSpeeds(None, 1, 256)
+        self.fleet = LiveFleet(self.spec, Call("run", 1, 0), pools, self.ledger, speeds, 100)
+
+    def decisions(self) -> list[Decision]:
+        self.ledger.write([])
+        return list(read_trace(self.folder).decisions)
+
+
+PRICES = PriceBook.model_validate(
+    {"devices": [{"kind": CPU_KIND, "usd_per_hour": 36.0, "rented_by": "device", "source": "a", "as_of": "2026-11-01"}]}
+)
+
+
+HALF_A_CORE = Allocation.of([Device("cpu-1", CPU_KIND, 1)], 0.5)

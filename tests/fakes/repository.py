@@ -8,7 +8,6 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
-FAKES = TESTS / "fakes"
 EXAMPLES = ROOT / "examples"
 SCENARIOS = EXAMPLES / "scenarios"
 

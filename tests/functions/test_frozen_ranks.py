@@ -12,9 +12,8 @@ import torch
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from fakes.engine_settings import LONG
-from fakes.ranks import PATIENCE_S, Work, compute_in_float64, run_processes
-from fakes.tiny_learner import save_tiny_model
+from fakes.builders import LONG
+from fakes.tiny_learner import PATIENCE_S, Work, compute_in_float64, run_processes, save_tiny_model
 from rlhfless.algorithms.batch import select
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.per_token import PerTokenSettings

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fakes.engine_settings import LONG
+from fakes.builders import LONG
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.kinds import REFERENCE
 from rlhfless.functions.loading import is_finite

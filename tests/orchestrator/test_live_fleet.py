@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fakes.fake_run import until
-from fakes.live_fleet import Fleet
+from fakes.fake_run import Fleet, until
 from rlhfless.functions.base import ReplicaInfo
 from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples

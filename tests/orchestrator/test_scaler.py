@@ -14,8 +14,7 @@ import pytest
 
 from fakes.builders import timed
 from fakes.fake_cluster import FakeActor, FakePool
-from fakes.fake_run import Reader, draw, until
-from fakes.live_fleet import Fleet
+from fakes.fake_run import Fleet, Reader, draw, until
 from fakes.set_clock import reading
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest

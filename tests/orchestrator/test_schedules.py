@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fakes.schedule_steps import Steps
+from fakes.builders import Steps
 from rlhfless.orchestrator.schedules import schedule_of
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, RunSpec, SyncSpec
 

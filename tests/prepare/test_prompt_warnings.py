@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from fakes.tiny_tokenizers import make_tokenizer
+from fakes.prompt_inputs import make_tokenizer
 from rlhfless.prepare.prompts import load_prompts
 from rlhfless.prepare.rewards import columns_read
 from rlhfless.spec import PromptsSpec, RunSpec, SizesSpec

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from fakes.code_rewards import value
-from rlhfless.rewards.code import same_output
+from fakes.builders import code_value
+from rlhfless.rewards.code_tests import same_output
 
 
 def fenced(program):
@@ -36,7 +36,7 @@ READ = "input()\nprint(sum(map(int, input().split())))"
     ],
 )
 def test_programs_of_contests_run_as_their_judges_run_them(program):
-    assert value(fenced(program), SUM) == 1.0
+    assert code_value(fenced(program), SUM) == 1.0
 
 
 COUNT = "n = int(input())\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(n))"
@@ -46,19 +46,19 @@ COUNT = "n = int(input())\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint
     "program", [COUNT, "import sys, functools\nsys.setrecursionlimit(10**6)\n" + COUNT.replace("def", "@cache\ndef")]
 )
 def test_deep_recursion(program):
-    assert value(fenced(program), of_output("30000\n", "30000\n")) == 1.0
+    assert code_value(fenced(program), of_output("30000\n", "30000\n")) == 1.0
 
 
 def test_whole_numbers_of_any_length():
     digits = "9" * (sys.get_int_max_str_digits() + 1000)
-    assert value(fenced("print(int(input()))"), of_output(digits, digits)) == 1.0
+    assert code_value(fenced("print(int(input()))"), of_output(digits, digits)) == 1.0
 
 
 def test_an_output_may_be_as_long_as_the_expected_one():
     wanted = "\n".join(map(str, range(60_000)))  # longer than OUTPUT_BYTES
     row = of_output("60000", wanted)
-    assert value(fenced("print('\\n'.join(map(str, range(int(input())))))"), row) == 1.0
-    assert value(fenced("while True: print('x' * 100)"), row) == 0.0
+    assert code_value(fenced("print('\\n'.join(map(str, range(int(input())))))"), row) == 1.0
+    assert code_value(fenced("while True: print('x' * 100)"), row) == 0.0
 
 
 def called(name, inputs, output):
@@ -71,8 +71,8 @@ def test_a_method_may_have_the_name_of_a_function_of_the_library(name, first):
     program = (
         f"{first}class Solution:\n    def {name}(self, a: List[int], b: int) -> List[int]:\n        return a + [b]"
     )
-    assert value(fenced(program), called(name, [[1], 2], [1, 2])) == 1.0
-    assert value(fenced(program.replace("[b]", "[0]")), called(name, [[1], 2], [1, 2])) == 0.0
+    assert code_value(fenced(program), called(name, [[1], 2], [1, 2])) == 1.0
+    assert code_value(fenced(program.replace("[b]", "[0]")), called(name, [[1], 2], [1, 2])) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_a_method_may_have_the_name_of_a_function_of_the_library(name, first):
     ["async def f(x):\n    return x + 1", "import sys\ndef f(x):\n    return x + 1\nprint(f(1))\nsys.exit(0)"],
 )
 def test_functions_that_are_called(program):
-    assert value(fenced(program), called("f", [1], 2)) == 1.0
-    assert value(fenced(program.replace("x + 1", "x")), called("f", [1], 2)) == 0.0
+    assert code_value(fenced(program), called("f", [1], 2)) == 1.0
+    assert code_value(fenced(program.replace("x + 1", "x")), called("f", [1], 2)) == 0.0
 
 
 PROGRAM = "def add(a, b):\n    return a + b"
@@ -107,28 +107,28 @@ def test_a_block_that_shows_the_use_of_the_program_is_not_the_program(row, after
     field = {"tests_field": "test" if "test" in row else "tests"}
     method = f"class Solution:\n    def add(self, a, b):\n        return a + b\n{PROGRAM}"
     program = method if row.get("entry_point", "").startswith("Sol") else PROGRAM
-    assert value(f"{fenced(program)}\n\nUsage:\n\n{fenced(after)}", row, **field) == 1.0
+    assert code_value(f"{fenced(program)}\n\nUsage:\n\n{fenced(after)}", row, **field) == 1.0
     wrong = program.replace("a + b", "a - b")
-    assert value(f"{fenced(wrong)}\n\n{fenced(after)}", row, **field) == 0.0
-    assert value(f"{fenced(program)}\n\n{fenced(wrong)}", row, **field) == 0.0
-    assert value(f"{fenced(wrong)}\n\n{fenced(program)}", row, **field) == 1.0
+    assert code_value(f"{fenced(wrong)}\n\n{fenced(after)}", row, **field) == 0.0
+    assert code_value(f"{fenced(program)}\n\n{fenced(wrong)}", row, **field) == 0.0
+    assert code_value(f"{fenced(wrong)}\n\n{fenced(program)}", row, **field) == 1.0
 
 
 def test_the_last_block_is_the_program_where_its_output_is_tested():
-    assert value(f"{fenced('print(1)')}\n{fenced(READ)}", SUM) == 1.0
-    assert value(f"{fenced(READ)}\n{fenced('print(1)')}", SUM) == 0.0
+    assert code_value(f"{fenced('print(1)')}\n{fenced(READ)}", SUM) == 1.0
+    assert code_value(f"{fenced(READ)}\n{fenced('print(1)')}", SUM) == 0.0
 
 
 @pytest.mark.parametrize("text", ["[BEGIN]\n{}\n[DONE]", "Sure.\n[PYTHON]\n{}\n[/PYTHON]\nDone.", "[BEGIN]\n{}\n"])
 def test_marks_of_mbpp_and_code_llama(text):
-    assert value(text.format(PROGRAM), TESTS[1], tests_field="test") == 1.0
+    assert code_value(text.format(PROGRAM), TESTS[1], tests_field="test") == 1.0
 
 
 def test_imports_from_the_future_stay_first():
     stub = "import math\n\ndef half(x):\n    return x / 2\n\ndef f(x: float) -> float:\n    '''Half.'''\n"
     row = {"test": "def check(candidate):\n    assert candidate(4) == 2", "entry_point": "f", "prompt": stub}
     program = "from __future__ import annotations\nimport math\n\ndef f(x: floating) -> float:\n    return half(x)"
-    assert value(fenced(program), row, tests_field="test") == 1.0
+    assert code_value(fenced(program), row, tests_field="test") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_imports_from_the_future_stay_first():
     ],
 )
 def test_tests_that_fail_by_a_call(code):
-    assert value(fenced(PROGRAM), {"test": code}, tests_field="test") == 1.0
-    assert value(fenced(PROGRAM.replace("+", "*")), {"test": code}, tests_field="test") == 0.0
+    assert code_value(fenced(PROGRAM), {"test": code}, tests_field="test") == 1.0
+    assert code_value(fenced(PROGRAM.replace("+", "*")), {"test": code}, tests_field="test") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_tests_that_fail_by_a_call(code):
 )
 def test_further_shapes(row):
     program = "class Solution:\n    def add(self, a, b):\n        return a + b\nprint(Solution().add(1, 2))"
-    assert value(fenced(program), row) == 1.0
-    assert value(fenced(program.replace("a + b", "a - b")), row) == 0.0
+    assert code_value(fenced(program), row) == 1.0
+    assert code_value(fenced(program.replace("a + b", "a - b")), row) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ FIXTURE = "import pytest\nfrom solution import add\n\n@pytest.fixture{}\n"
     ],
 )
 def test_fixtures_of_pytest(code):
-    assert value(fenced(PROGRAM), {"test": code}, tests_field="test") == 1.0
-    assert value(fenced(PROGRAM.replace("+", "*")), {"test": code}, tests_field="test") == 0.0
+    assert code_value(fenced(PROGRAM), {"test": code}, tests_field="test") == 1.0
+    assert code_value(fenced(PROGRAM.replace("+", "*")), {"test": code}, tests_field="test") == 0.0
 
 
 def test_fixtures_end_after_each_test_and_are_not_the_programs():
@@ -220,8 +220,8 @@ def test_fixtures_end_after_each_test_and_are_not_the_programs():
         "def test_a(pair):\n    pair.append(3)\n    assert add(1, 2) == 3\n"
         "def test_b(pair):\n    assert pair == [1, 2] and ended == [1] and add(*pair) == 3"
     )
-    assert value(fenced(PROGRAM), {"test": code}, tests_field="test") == 1.0
+    assert code_value(fenced(PROGRAM), {"test": code}, tests_field="test") == 1.0
     printed = "def test_a(capsys):\n    add(1, 2)\n    assert capsys.readouterr().out == '3\\n'"
     cheat = "import pytest\n@pytest.fixture\ndef capsys():\n"
     cheat += "    yield type('C', (), {'readouterr': lambda s: s, 'out': '3\\n'})()\n"
-    assert value(fenced(cheat + PROGRAM), {"test": printed}, tests_field="test") == 0.0
+    assert code_value(fenced(cheat + PROGRAM), {"test": printed}, tests_field="test") == 0.0

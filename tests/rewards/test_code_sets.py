@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.code_rewards import value
+from fakes.builders import code_value
 from rlhfless.records import Prompt
 from rlhfless.rewards.code import CodeReward
 from rlhfless.spec import CodeSpec
@@ -37,7 +37,7 @@ def cases():
 
 @pytest.mark.parametrize(("options", "row", "program", "wanted"), cases())
 def test_right_programs_get_1_and_wrong_ones_0(options, row, program, wanted):
-    assert value(program, row, **options) == wanted
+    assert code_value(program, row, **options) == wanted
 
 
 @pytest.mark.parametrize("name", SETS)

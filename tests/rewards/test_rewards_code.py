@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from fakes.code_rewards import value
+from fakes.builders import code_value
 from rlhfless.records import Prompt
 from rlhfless.rewards.code import CodeReward, passes
 from rlhfless.rewards.code_tests import CallTest, CodeTest, OutputTest
@@ -24,15 +24,15 @@ def needs(name):
 
 
 def test_a_response_without_a_python_program_gets_0():
-    assert value("```cpp\nint main() {}\n```", {"tests": [{"input": "", "output": "1"}]}) == 0.0
+    assert code_value("```cpp\nint main() {}\n```", {"tests": [{"input": "", "output": "1"}]}) == 0.0
 
 
 def test_all_tests_or_the_share_of_them():
     tests = [{"input": "1\n", "output": "2\n"}, {"input": "2", "output": "4  "}, {"input": "3", "output": "7"}]
     response = f"```python\n{DOUBLE}\n```"
-    assert value(response, {"tests": tests}) == 0.0
-    assert value(response, {"tests": tests}, max_tests=2) == 1.0
-    assert value(response, {"tests": tests}, score="fraction") == pytest.approx(2 / 3)
+    assert code_value(response, {"tests": tests}) == 0.0
+    assert code_value(response, {"tests": tests}, max_tests=2) == 1.0
+    assert code_value(response, {"tests": tests}, score="fraction") == pytest.approx(2 / 3)
 
 
 def test_packages_can_be_used_and_asserts_see_the_code():

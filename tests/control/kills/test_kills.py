@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
+from postgres import Postgres, binaries
 
 from fakes.fake_driver import PROGRESS_FILE
-from fakes.postgres import Postgres, binaries
-from fakes.repository import FAKES, TESTS
+from fakes.repository import TESTS
 from rlhfless.control.ray_host import RAY_FILE
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 
@@ -57,7 +57,7 @@ class Killed:
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         with (self.data / "service.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(FAKES / "service_process.py"), self._settings],
+                [sys.executable, str(Path(__file__).with_name("service_process.py")), self._settings],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": path},

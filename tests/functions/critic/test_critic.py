@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from fakes.ranks import run_critic
-from fakes.tiny_learner import make_critic, plain_adamw, save_tiny_critic, with_values
+from fakes.tiny_learner import make_critic, plain_adamw, run_critic, save_tiny_critic, with_values
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.training.critic import CriticRank

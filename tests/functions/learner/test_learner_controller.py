@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from fakes.engine_settings import LONG
+from fakes.builders import LONG
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions import ranks as ranks_module

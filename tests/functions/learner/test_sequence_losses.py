@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fakes.ranks import run_learner as run
+from fakes.tiny_learner import run_learner as run
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.rank import LearnerRank

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from fakes.ranks import run_supervised
-from fakes.tiny_learner import make_pairs, make_supervised
+from fakes.tiny_learner import make_pairs, make_supervised, run_supervised
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.supervised import pack_examples

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fakes.ranks import PATIENCE_S
-from fakes.ranks import run_learner as run
-from fakes.tiny_learner import make_rank, save_tiny_model
+from fakes.tiny_learner import PATIENCE_S, make_rank, save_tiny_model
+from fakes.tiny_learner import run_learner as run
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions import sharding

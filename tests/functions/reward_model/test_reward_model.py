@@ -16,8 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fakes.builders import drawn
-from fakes.engine_settings import LONG
+from fakes.builders import LONG, drawn
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.scoring.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.scoring.reward_model import RewardModel

@@ -10,8 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from fakes.ranks import run_learner, run_supervised
-from fakes.tiny_learner import make_batch, make_pairs, make_rank, make_supervised, plain_adamw
+from fakes.tiny_learner import (
+    make_batch,
+    make_pairs,
+    make_rank,
+    make_supervised,
+    plain_adamw,
+    run_learner,
+    run_supervised,
+)
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes, learning_rate
 from rlhfless.algorithms.supervised import pack_examples

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.oracles import Roofline, Straight, device, drained_s
+from fakes.views import Roofline, Straight, device, drained_s
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.policies.cost_aware.group_times import (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fakes.oracles import Roofline, Straight, brute_force, device, fleet, group_times, least_time_s, least_usd
+from fakes.views import Roofline, Straight, brute_force, device, fleet, group_times, least_time_s, least_usd
 from rlhfless.scaling.policies.contract import CheapestUnderDeadline, FastestUnderBudget, Weighted
 from rlhfless.scaling.policies.cost_aware.group_times import responses
 from rlhfless.scaling.policies.cost_aware.plan import GenerationPlan, Standby, plan

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.engine_settings import SETTINGS
+from fakes.builders import SETTINGS
 from rlhfless.fleet.cluster import innermost
 from rlhfless.functions.devices import engine_fault
 from rlhfless.functions.generation.engine import (

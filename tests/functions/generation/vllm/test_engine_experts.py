@@ -8,8 +8,15 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from fakes.perturb import perturbed
-from fakes.tiny_models import CONTEXT_TOKENS, PROBE_TOKENS, VOCABULARY, TinyModel, save_tokenizer, start_tiny_engine
+from fakes.tiny_models import (
+    CONTEXT_TOKENS,
+    PROBE_TOKENS,
+    VOCABULARY,
+    TinyModel,
+    perturbed,
+    save_tokenizer,
+    start_tiny_engine,
+)
 from rlhfless.weights.check import PROBE_TOLERANCE, check_probe, largest_difference
 from rlhfless.weights.store import FolderStore
 

@@ -10,7 +10,6 @@ import psutil
 import pytest
 import torch
 
-from fakes.repository import FAKES
 from fakes.tiny_models import make_tiny_model, tiny_settings
 from rlhfless.functions.devices import cuda_fault, engine_fault
 from rlhfless.functions.generation.engine import EngineDead
@@ -18,7 +17,7 @@ from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.spec import EngineSpec
 from rlhfless.weights.store import FolderStore
 
-FRONT = FAKES / "engine_process.py"
+FRONT = Path(__file__).with_name("engine_process.py")
 GONE_S = 60.0
 
 

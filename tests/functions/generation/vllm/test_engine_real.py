@@ -17,7 +17,6 @@ import pytest
 import pytest_asyncio
 import torch
 
-from fakes.perturb import perturbed
 from fakes.repository import TESTS
 from fakes.tiny_models import (
     CONTEXT_TOKENS,
@@ -25,6 +24,7 @@ from fakes.tiny_models import (
     VOCABULARY,
     TinyModel,
     make_tiny_model,
+    perturbed,
     start_tiny_engine,
     tiny_settings,
 )

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.perturb import perturbed
-from fakes.tiny_models import PROBE_TOKENS, make_tiny_model, start_tiny_engine
+from fakes.tiny_models import PROBE_TOKENS, make_tiny_model, perturbed, start_tiny_engine
 from rlhfless.functions.generation.vllm import adapter
 from rlhfless.weights.check import PROBE_TOLERANCE, WeightCheckFailed, check_probe
 from rlhfless.weights.store import FolderStore

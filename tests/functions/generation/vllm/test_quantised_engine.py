@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fakes.perturb import perturbed
-from fakes.tiny_models import PROBE_TOKENS, make_tiny_model, start_tiny_engine
+from fakes.tiny_models import PROBE_TOKENS, make_tiny_model, perturbed, start_tiny_engine
 from rlhfless.functions.generation.engine import Sampled, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights, SleepTier

@@ -35,7 +35,7 @@ def request(number: int, most: int = 40, **changes: Any) -> SampleRequest:
 
 
 def require_exact(sampled: Sampled) -> None:
-    from fakes.fake_core import logprob_at, token_at
+    from fake_core import logprob_at, token_at
 
     prompt, places = prompt_of(int(sampled.request_id)), range(len(sampled.token_ids))
     assert sampled.token_ids == tuple(token_at(prompt, place) for place in places)
@@ -61,7 +61,8 @@ def rest(core: Core) -> list[Sampled]:
 
 @CASES
 def test_responses_are_exact_and_progress_is_at_most_one_message_old(case: dict[str, bool], model: Path) -> None:
-    from fakes.fake_core import fake_core
+    from fake_core import fake_core
+
     from rlhfless.functions.generation.vllm.scheduler import EVERY
 
     widest = 3 if case.get("several") else 1
@@ -82,7 +83,7 @@ def test_responses_are_exact_and_progress_is_at_most_one_message_old(case: dict[
 
 @CASES
 def test_an_abort_returns_every_token_that_was_generated(case: dict[str, bool], model: Path) -> None:
-    from fakes.fake_core import fake_core
+    from fake_core import fake_core
 
     with fake_core(model, **case) as core:
         for number in range(20):
@@ -105,7 +106,7 @@ def test_an_abort_returns_every_token_that_was_generated(case: dict[str, bool], 
 
 @CASES
 def test_no_token_crosses_a_change_of_version(case: dict[str, bool], model: Path) -> None:
-    from fakes.fake_core import fake_core
+    from fake_core import fake_core
 
     new = PublishedWeights(WeightVersion("run", 0, 1, "hash"), "nowhere", 0, 0, Probe((), ()))
     report = LoadReport("", 0, 0, 0, 0.0)
@@ -124,7 +125,8 @@ def test_no_token_crosses_a_change_of_version(case: dict[str, bool], model: Path
 
 
 def test_requests_with_stop_texts_send_each_token(model: Path) -> None:
-    from fakes.fake_core import fake_core, token_at
+    from fake_core import fake_core, token_at
+
     from fakes.tiny_models import VOCABULARY
 
     stop = VOCABULARY[token_at(prompt_of(1), 11)]
@@ -139,7 +141,7 @@ def test_requests_with_stop_texts_send_each_token(model: Path) -> None:
 
 def test_a_token_costs_a_sixteenth_of_the_messages(model: Path) -> None:
     """256 requests of 64 tokens: vLLM's own scheduler sends an output with three arrays for each token."""
-    from fakes.fake_core import encoded, fake_core
+    from fake_core import encoded, fake_core
 
     sent: dict[bool, tuple[float, float]] = {}
     for own in (False, True):

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from fakes.perturb import perturbed
-from fakes.tiny_models import KV_GIB, VOCABULARY, TinyModel, make_tiny_model, start_tiny_engine
+from fakes.tiny_models import KV_GIB, VOCABULARY, TinyModel, make_tiny_model, perturbed, start_tiny_engine
 from rlhfless.functions.generation.engine import Sampled, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import FinishReason
