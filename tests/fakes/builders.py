@@ -1,4 +1,4 @@
-"""Builders of values that many tests need: rollouts, trace rows, reward samples, texts, settings, and fake steps."""
+"""Builders of values that many tests need: rollouts, trace rows, reward samples, texts, and fake steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rlhfless.functions.base import LeaseTerms
-from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.records import FinishReason, Rollout, VersionSpan
 from rlhfless.records.traces import TracedRollout
 from rlhfless.rewards import RewardSample
 from rlhfless.rewards.code import CodeReward
 from rlhfless.rewards.protocol import Done, Outcome
-from rlhfless.spec import CodeSpec, EngineSpec, TimeoutsSpec
-from rlhfless.weights.address import StoreAddress
+from rlhfless.spec import CodeSpec
 
 
 def rollout(prompt_id: str = "p", sample: int = 0, tokens: int = 3) -> Rollout:
@@ -97,11 +95,17 @@ ANY_TEXT = TEXTS | st.binary().map(os.fsdecode)
 """Arbitrary text, including file names that are not UTF-8."""
 
 
-# -- values of `code` rewards, computed by real sandboxed processes
+# -- rewards that worker processes compute, here in the test's process
+
+
+def value_of(reward: Any, response: str, columns: dict[str, Any]) -> Outcome:
+    """Return the value that a verifier gives a response."""
+    (outcome,) = [event.outcome for event in reward.run(samples_of(response, **columns)) if isinstance(event, Done)]
+    return outcome
 
 
 def code_value(response: str, columns: dict[str, Any], prompt: str = "the prompt", **options: Any) -> Outcome:
-    """Return the reward of one response to a row."""
+    """Return the `code` reward of a response, computed by real sandboxed processes."""
     reward = CodeReward(CodeSpec(type="code", timeout_s=20, **options))
     sample = RewardSample(prompt, response, len(response), FinishReason.STOP, columns, "p-1", 0)
     (outcome,) = [event.outcome for event in reward.run([sample]) if isinstance(event, Done)]
@@ -151,21 +155,7 @@ class Steps:
             await asyncio.sleep(0)
 
 
-# -- engine settings and leases of functions in the test's own process
-
-
-SETTINGS = EngineSettings(
-    model="model",
-    tokenizer="model",
-    dtype="float32",
-    max_model_len=None,
-    seed=0,
-    trust_remote_code=False,
-    device="cpu",
-    store=StoreAddress("file", "store"),
-    engine=EngineSpec(),
-    timeouts=TimeoutsSpec(start_s=30, drain_s=5),
-)
+# -- leases of functions in the test's own process
 
 
 DAY_S = 86_400

@@ -11,8 +11,6 @@ from rlhfless.prepare.rewards import reward_problems, reward_warnings
 from rlhfless.prepare.shown_rows import gets_of
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import RewardSample, checker
-from rlhfless.rewards.mathematics import MathReward
-from rlhfless.rewards.protocol import Done
 from rlhfless.spec import RunSpec, SizesSpec
 
 
@@ -141,13 +139,9 @@ async def test_data_of_the_field_is_scored_from_its_own_columns(
         (prompt,) = load_prompts(spec.data, chat_tokenizer, **given).train
         assert reward_problems(spec, [prompt]) == []
         samples = [RewardSample(prompt.text, text, 1, FinishReason.STOP, prompt.columns) for text in (right, wrong)]
-        made = checker(spec.rewards[0], None)
-        if isinstance(made, MathReward):  # in this process: a worker takes seconds to start
-            assert [event.outcome for event in made.run(samples) if isinstance(event, Done)] == [1.0, 0.0]
-        else:
-            outcomes = {}
-            await made(samples, outcomes.__setitem__)
-            assert outcomes == {0: 1.0, 1: 0.0}
+        outcomes = {}
+        await checker(spec.rewards[0], None)(samples, outcomes.__setitem__)  # in this process
+        assert outcomes == {0: 1.0, 1: 0.0}
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@
 
 import pytest
 
-from fakes.builders import samples_of
+from fakes.builders import value_of
 from rlhfless.records import Prompt
 from rlhfless.rewards.mathematics import MathReward
-from rlhfless.rewards.protocol import Done
 from rlhfless.spec import MathSpec
 from rlhfless.util.text import WrittenFloat
 
@@ -227,13 +226,7 @@ def reward():
     ],
 )
 def test_an_answer_has_the_value_that_its_text_says(reward, answer, response, expected):
-    (event,) = [event for event in reward.run(samples_of(response, answer=answer)) if isinstance(event, Done)]
-    assert event.outcome == expected
-
-
-def score(reward, answer, response):
-    (event,) = [event for event in reward.run(samples_of(response, answer=answer)) if isinstance(event, Done)]
-    return event.outcome
+    assert value_of(reward, response, {"answer": answer}) == expected
 
 
 def prompts_of(*answers):
@@ -322,7 +315,7 @@ def test_an_answer_that_no_parser_reads_is_compared_as_text(reward, answer, righ
     assert "cannot be read as mathematics in 1 of 1 prompts: train.jsonl:0: " in warning
     assert reward.problems(prompts_of(answer)) == []
     boxes = (f"\\boxed{{{answer}}}", f"so $\\boxed{{{right}}}$.", f"\\boxed{{{wrong}}}", "no idea")
-    assert [score(reward, answer, response) for response in boxes] == [1.0, 1.0, 0.0, 0.0]
+    assert [value_of(reward, response, {"answer": answer}) for response in boxes] == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -384,7 +377,9 @@ def test_an_answer_that_no_parser_reads_is_compared_as_text(reward, answer, righ
 )
 def test_other_ways_to_write_the_answers_of_the_field(reward, answer, said, expected):
     assert reward.warnings(prompts_of(answer)) == [] or answer == "(A),(C)"
-    assert {each: score(reward, answer, f"\\boxed{{{each}}}") for each in said} == dict.fromkeys(said, expected)
+    assert {each: value_of(reward, f"\\boxed{{{each}}}", {"answer": answer}) for each in said} == dict.fromkeys(
+        said, expected
+    )
 
 
 def test_many_faulty_answers_are_counted_and_the_first_are_named(reward):
@@ -418,5 +413,4 @@ def test_many_faulty_answers_are_counted_and_the_first_are_named(reward):
     ],
 )
 def test_an_answer_without_a_box_is_what_is_said_last(reward, answer, response, expected):
-    (event,) = [event for event in reward.run(samples_of(response, answer=answer)) if isinstance(event, Done)]
-    assert event.outcome == expected
+    assert value_of(reward, response, {"answer": answer}) == expected

@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from fakes.builders import samples_of
+from fakes.builders import value_of
 from rlhfless.records import Prompt
 from rlhfless.rewards import Failed
 from rlhfless.rewards.builtin import JsonSchemaReward
-from rlhfless.rewards.protocol import Done
 from rlhfless.spec import JsonSchemaSpec
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -16,8 +15,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 def value(response, columns=None, **options):
     reward = JsonSchemaReward(JsonSchemaSpec(type="json_schema", **({"json_schema": SCHEMA} | options)))
-    (event,) = [event for event in reward.run(samples_of(response, **(columns or {}))) if isinstance(event, Done)]
-    return event.outcome
+    return value_of(reward, response, columns or {})
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,33 @@ from pathlib import Path
 
 import pytest
 
-from fakes.builders import SETTINGS
 from rlhfless.fleet.cluster import innermost
 from rlhfless.functions.devices import engine_fault
 from rlhfless.functions.generation.engine import (
     EngineDead,
     EngineError,
+    EngineSettings,
     EngineTimeout,
     SampleRequest,
 )
 from rlhfless.functions.generation.vllm import adapter
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import FinishReason, Probe, PublishedWeights, WeightVersion
-from rlhfless.spec import TimeoutsSpec
+from rlhfless.spec import EngineSpec, TimeoutsSpec
+from rlhfless.weights.address import StoreAddress
+
+SETTINGS = EngineSettings(
+    model="model",
+    tokenizer="model",
+    dtype="float32",
+    max_model_len=None,
+    seed=0,
+    trust_remote_code=False,
+    device="cpu",
+    store=StoreAddress("file", "store"),
+    engine=EngineSpec(),
+    timeouts=TimeoutsSpec(start_s=30, drain_s=5),
+)
 
 
 def _request(name: str, max_tokens: int) -> SampleRequest:
