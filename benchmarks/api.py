@@ -6,7 +6,7 @@ MODEL_FOLDER is what `rlhfless models tiny` wrote; the run is examples/demo.yaml
 the machine's cores with the service and the run. They stand for clients on other machines, so they are real-time
 threads where that is allowed: their own waiting for a core is no latency of the service. How late a timer in their
 process is tells whether it was. With `--usual-priority` the service is started without the right to real-time threads
-(rlhfless.control.thread_priority).
+(rlhfless.control.process_limits).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import yaml
 from smoke import parsed
 from where import machine
 
-from rlhfless.control.thread_priority import raise_priority
+from rlhfless.control.process_limits import raise_priority
 
 RATE, POST_RATE = 200, 100
 """GETs and POSTs a second."""

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from rlhfless.util.folders import home
-from rlhfless.util.tails import tail
+from rlhfless.util.text import tail
 
 FOLDER = "engines"
 

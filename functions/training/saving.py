@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from rlhfless.functions.sharding import local, mesh_of
 from rlhfless.functions.training.checkpoint import Savers
 from rlhfless.records.checkpoints import CheckpointError
-from rlhfless.util.free_memory import COPIES_SHARE, free_bytes
+from rlhfless.util.host import COPIES_SHARE, free_bytes
 
 DEADLINE_SHARE = 0.9
 """Share of `timeouts.call_s` after which a copy or write is abandoned."""

@@ -38,22 +38,15 @@ _STYLES = {
 """By whether the text is learned, and whether it is a special token."""
 
 MOST_CHARACTERS = 2_000
-"""Most characters of a value of a row, or of what a reward gets; JSON has all of them."""
+"""Maximum characters of a value of a row or of a reward's input. JSON has all of them."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    data = typer.Typer(help="Show the data of a spec.", no_args_is_help=True)
-    data.command()(show)
-    # Without this, typer would make a group with one command into that command.
-    data.callback()(lambda: None)
-    app.add_typer(data, name="data")
-    models = typer.Typer(help="Build the bundled models, and export models from runs.", no_args_is_help=True)
-    models.command()(tiny)
-    models.command()(export)
-    app.add_typer(models, name="models")
+data = typer.Typer(help="Show the data of a spec.", no_args_is_help=True)
+data.callback()(lambda: None)  # without it, typer would turn a group of one command into that command
+models = typer.Typer(help="Build the bundled models, and export models from runs.", no_args_is_help=True)
 
 
+@data.command()
 def show(
     spec: SpecFile,
     row: Annotated[int, typer.Option("--row", metavar="N", min=1, help="Number of the row, from 1.")] = 1,
@@ -176,7 +169,7 @@ def _print(spec: RunSpec, row: ShownRow) -> None:
 
 
 def _given(name: str, value: Any) -> Iterator[str]:
-    """Lines of a value of a row; a list of chat messages has one for each message and each of its further keys."""
+    """Yield the lines of a value: for chat messages, a line per message and per additional key."""
     messages = isinstance(value, list) and value and all(isinstance(each, Mapping) and "role" in each for each in value)
     if not messages:
         yield f"  {name}: {_value(value)}"
@@ -190,7 +183,7 @@ def _given(name: str, value: Any) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """A value as text: as the data has it, with its type where JSON does not have it."""
+    """Format a value as the data has it, with its type if JSON lacks the type."""
     if isinstance(value, WrittenFloat):
         text = value.text
     elif value is None or isinstance(value, str | int | float | list | tuple | Mapping):
@@ -215,7 +208,7 @@ def _heading(spec: RunSpec, sequence: ShownSequence, marks: tuple[str, str]) -> 
 
 
 def _rendered(pieces: tuple[ShownPiece, ...], marks: tuple[str, str]) -> Text:
-    """The text of a sequence: special tokens in bold, what is learned on green or between marks."""
+    """Render a sequence: special tokens in bold, learned text on green or between marks."""
     from rich.text import Text
 
     from rlhfless.util.text import legible
@@ -230,6 +223,7 @@ def _rendered(pieces: tuple[ShownPiece, ...], marks: tuple[str, str]) -> Text:
     return made
 
 
+@models.command()
 def tiny(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to.")] = Path("tiny"),
     seed: Annotated[int, typer.Option(help="Seed of the model and of the data.")] = 0,
@@ -257,6 +251,7 @@ def tiny(
     typer.echo(f"{paths.folder} holds model/, {paths.train.name} and {paths.held_out.name}")
 
 
+@models.command()
 def export(
     checkpoint: Annotated[
         str,

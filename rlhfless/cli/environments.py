@@ -21,15 +21,11 @@ _MOST_CHARACTERS = 2_000
 """Most characters of one turn that are printed."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    environments = typer.Typer(help="Try out environments: tools and games of several turns.", no_args_is_help=True)
-    environments.command("test")(try_out)
-    # Without this, typer would make a group with one command into that command.
-    environments.callback()(lambda: None)
-    app.add_typer(environments, name="environments")
+environments = typer.Typer(help="Try out environments: tools and games of several turns.", no_args_is_help=True)
+environments.callback()(lambda: None)  # without it, typer would turn a group of one command into that command
 
 
+@environments.command("test")
 def try_out(
     target: Annotated[
         str, typer.Argument(metavar="ENVIRONMENT", help="`my_env.py`, `my_env.py:Class` or `module:Class`.")

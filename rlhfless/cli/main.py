@@ -101,11 +101,32 @@ def _options(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """The options of every command. `_Group` reads `debug`."""
+    """Take the options of every command. `_Group` reads `debug`."""
 
 
-for _module in (run, validate, data, plan, selftest, rewards, environments, simulate, trace, service, runs):
-    _module.register(app)
+for _command in (
+    run.run,
+    validate.validate,
+    validate.schema,
+    validate.devices,
+    plan.plan,
+    selftest.selftest,
+    simulate.simulate,
+    service.up,
+    service.down,
+    service.migrate,
+):
+    app.command()(_command)
+for _group, _name in (
+    (data.data, "data"),
+    (data.models, "models"),
+    (rewards.rewards, "rewards"),
+    (environments.environments, "environments"),
+    (trace.trace, "trace"),
+    (service.keys, "keys"),
+    (runs.runs, "runs"),
+):
+    app.add_typer(_group, name=_name)
 
 
 def main() -> None:

@@ -19,15 +19,11 @@ _FEWEST_CHARS = 8
 _RESPONSE_CHARS = 32
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    rewards = typer.Typer(help="Try out the rewards of a spec.", no_args_is_help=True)
-    rewards.command("test")(try_out)
-    # Without this, typer would make a group with one command into that command.
-    rewards.callback()(lambda: None)
-    app.add_typer(rewards, name="rewards")
+rewards = typer.Typer(help="Try out the rewards of a spec.", no_args_is_help=True)
+rewards.callback()(lambda: None)  # without it, typer would turn a group of one command into that command
 
 
+@rewards.command("test")
 def try_out(
     spec: SpecFile,
     samples: Annotated[
@@ -122,7 +118,7 @@ def _as_json(spec: RunSpec, trial: Trial) -> dict[str, Any]:
 
 
 def _mean_and_std(values: list[float | None] | list[float]) -> dict[str, float | None]:
-    """Mean and standard deviation over the samples that have a value."""
+    """Return mean and standard deviation of the samples that have a value."""
     import numpy as np
 
     rewards = [value for value in values if value is not None]

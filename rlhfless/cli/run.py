@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 NOTHING_DRAWN = "stopped; nothing was generated yet"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(run)
-
-
 def run(
     spec: OptionalSpecFile = None,
     overrides: Overrides = None,
@@ -77,7 +72,7 @@ def run(
 
 
 def _allowed(kinds: Sequence[str], resume: Path | None) -> frozenset[str]:
-    """What --allow-changed names. Raises BadParameter."""
+    """Return the kinds of changes that --allow-changed names. Raises BadParameter."""
     from rlhfless.orchestrator.resuming import ALLOWABLE
     from rlhfless.spec.explain import nearest
 
@@ -91,7 +86,7 @@ def _allowed(kinds: Sequence[str], resume: Path | None) -> frozenset[str]:
 
 
 def _require_unicode(folder: Path) -> None:
-    """Libraries that write into a run's folder take no path that is not UTF-8. Raises InputError."""
+    """Require a run folder in UTF-8, because libraries that write there accept no other path. Raises InputError."""
     from rlhfless.spec.errors import InputError, Problem
 
     path = str(folder.absolute())
@@ -103,11 +98,11 @@ def _require_unicode(folder: Path) -> None:
 def resumed(
     run_folder: Path, spec: Path | None, overrides: Sequence[str], allowed: Collection[str] = ()
 ) -> tuple[RunSpec, RunSpec, Path]:
-    """The run's own spec, the spec to resume it with (its own unless another is given), and its folder. `allowed`: what
-    --allow-changed names.
+    """Return the run's own spec, the spec to resume it with (its own unless another is given), and its folder.
 
-    Raises InputError if there is nothing to resume, if the spec differs in a field that must not change, or if its
-    number of steps would change the learning rates without `schedule` being allowed.
+    `allowed`: the changes that --allow-changed names. Raises InputError if there is nothing to resume, if the spec
+    differs in a field that must not change, or if its number of steps would change the learning rates without
+    `schedule` being allowed.
     """
     from rlhfless.orchestrator.resuming import SCHEDULE, schedule_problems
     from rlhfless.planning.resolve import keep_resolved
@@ -138,7 +133,7 @@ def resumed(
 
 
 def _run(prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
-    from rlhfless.cli.report import run_report
+    from rlhfless.cli.tables import run_report
     from rlhfless.fleet import private_ray
     from rlhfless.orchestrator.driver import execute
     from rlhfless.orchestrator.exit_codes import INTERRUPTED, RunStopped, ending_of, hint, user_message
@@ -187,5 +182,5 @@ def _run(prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
 
 
 def shown(path: Path) -> str:
-    """The shortest form of the path for this folder's shell."""
+    """Return the shortest form of the path for a shell in the current folder."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,7 +1,7 @@
 """`rlhfless runs`: the runs of a service. Its address is found as by rlhfless.client.Client.
 
-Exit codes, beside those of all commands: 3 a watched run has failed, 4 the service does not answer, 5 a watched run was
-cancelled or paused.
+Exit codes, in addition to those of all commands: 3 if a watched run has failed, 4 if the service does not answer, 5 if
+a watched run was cancelled or paused.
 """
 
 from __future__ import annotations
@@ -56,30 +56,10 @@ LAST = "last"
 T = TypeVar("T")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    runs = typer.Typer(help="Start, watch and control the runs of a service.", no_args_is_help=True)
-    for command in (
-        create,
-        plan,
-        compare,
-        show,
-        watch,
-        cancel,
-        pause,
-        resume,
-        delete,
-        logs,
-        usage,
-        events,
-        checkpoints,
-        samples,
-    ):
-        runs.command()(command)
-    runs.command("list")(list_runs)
-    app.add_typer(runs, name="runs")
+runs = typer.Typer(help="Start, watch and control the runs of a service.", no_args_is_help=True)
 
 
+@runs.command()
 def create(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -104,6 +84,7 @@ def create(
             _watch(client, run, as_json)
 
 
+@runs.command()
 def plan(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -112,7 +93,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show memory, time and cost of a run on the service's devices. Starts nothing."""
-    from rlhfless.cli.runs_tables import plan_lines
+    from rlhfless.cli.plan_tables import plan_lines
     from rlhfless.planning.objects import PlanObject
     from rlhfless.spec.load import load_values
 
@@ -123,6 +104,7 @@ def plan(
     _print(PlanObject.model_validate(answer), as_json, plan_lines)
 
 
+@runs.command()
 def compare(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -147,7 +129,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Show on which devices and with which placement a run would be faster or cheaper. Starts nothing."""
-    from rlhfless.cli.plan_compare import comparison_lines
+    from rlhfless.cli.plan_tables import comparison_lines
     from rlhfless.planning.objects import ComparisonObject
     from rlhfless.spec.load import load_values
 
@@ -167,10 +149,11 @@ def compare(
     _print(ComparisonObject.model_validate(answer), as_json, comparison_lines)
 
 
+@runs.command("list")
 def list_runs(
     status: Annotated[list[str] | None, typer.Option(help="Only these statuses.")] = None,
     label: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Only runs with this label.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="Maximum number of runs.")] = 20,
     after: Annotated[str | None, typer.Option(metavar="RUN", help="Continue the list after this run.")] = None,
     url: Url = None,
     as_json: Json = False,
@@ -198,30 +181,35 @@ def _label(text: str) -> tuple[str, str]:
     return name, value
 
 
+@runs.command()
 def show(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """Show a run."""
     with _client(url) as client:
         _print_run(client.get_run(_id(client, run)), as_json)
 
 
+@runs.command()
 def watch(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """Follow a run until it ends. Ctrl-C stops watching, not the run."""
     with _client(url) as client:
         _watch(client, client.get_run(_id(client, run)), as_json)
 
 
+@runs.command()
 def cancel(run: RunId, url: Url = None, as_json: Json = False) -> None:
-    """Stop a run for good. Its files stay."""
+    """Stop a run permanently. Its files are kept."""
     with _client(url) as client:
         _print_run(client.cancel_run(_id(client, run)), as_json)
 
 
+@runs.command()
 def pause(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """Checkpoint and stop a run after its current step; its devices are released."""
     with _client(url) as client:
         _print_run(client.pause_run(_id(client, run)), as_json)
 
 
+@runs.command()
 def resume(
     run: RunId,
     limits: Annotated[
@@ -229,7 +217,7 @@ def resume(
     ] = None,
     allow_changed: Annotated[
         list[str] | None,
-        typer.Option("--allow-changed", metavar="WHAT", help="Accept changes of data, model or code."),
+        typer.Option("--allow-changed", metavar="WHAT", help="Accept changes of data, model or code. Repeatable."),
     ] = None,
     url: Url = None,
     as_json: Json = False,
@@ -242,6 +230,7 @@ def resume(
         _print_run(client.resume_run(_id(client, run), raised or None, allow_changed or ()), as_json)
 
 
+@runs.command()
 def delete(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """Delete a finished run and its folder."""
     with _client(url) as client:
@@ -250,8 +239,12 @@ def delete(run: RunId, url: Url = None, as_json: Json = False) -> None:
     typer.echo(json.dumps({"id": run_id, "deleted": True}) if as_json else f"{run_id} is deleted")
 
 
+@runs.command()
 def logs(
-    run: RunId, lines: Annotated[int, typer.Option(min=1, max=5000)] = 100, url: Url = None, as_json: Json = False
+    run: RunId,
+    lines: Annotated[int, typer.Option(min=1, max=5000, help="Number of lines.")] = 100,
+    url: Url = None,
+    as_json: Json = False,
 ) -> None:
     """Show the end of a run's log."""
     with _client(url) as client:
@@ -263,6 +256,7 @@ def logs(
         typer.echo(legible(text), nl=False)
 
 
+@runs.command()
 def usage(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """Show device time and cost of a run, by function."""
     from rlhfless.cli.runs_tables import usage_table
@@ -271,7 +265,14 @@ def usage(run: RunId, url: Url = None, as_json: Json = False) -> None:
         _print(client.usage(_id(client, run)), as_json, usage_table)
 
 
-def events(run: RunId, after: int = 0, limit: int = 1000, url: Url = None, as_json: Json = False) -> None:
+@runs.command()
+def events(
+    run: RunId,
+    after: Annotated[int, typer.Option(metavar="ID", help="Only events after this one.")] = 0,
+    limit: Annotated[int, typer.Option(help="Maximum number of events.")] = 1000,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
     """List the events of a run."""
     with _client(url) as client:
         page = client.events(_id(client, run), after, limit)
@@ -285,6 +286,7 @@ def events(run: RunId, after: int = 0, limit: int = 1000, url: Url = None, as_js
         typer.echo(legible(f"{event.id:>5}  {time_of(event.created_at)}  {event.type:<10}  {level}{event.message}"))
 
 
+@runs.command()
 def checkpoints(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """List the checkpoints of a run, newest first."""
     with _client(url) as client:
@@ -297,6 +299,7 @@ def checkpoints(run: RunId, url: Url = None, as_json: Json = False) -> None:
         typer.echo(f"{checkpoint.id}  {'best' if checkpoint.best else '':4}  {score}  {checkpoint.location}")
 
 
+@runs.command()
 def samples(
     run: RunId,
     step: Annotated[int | None, typer.Option("--step", help="Only samples of this step.")] = None,
@@ -330,8 +333,10 @@ def _client(url: str | None) -> Client:
 
 
 def _id(client: Client, run: str) -> str:
-    """The id of a run that is named by it, by the beginning of it or of its last part, or by the run's name; of the
-    newest run for `last`. Raises UserError if several runs are meant."""
+    """Return the id of a run, given the id, a prefix of it or of its last part, the run's name or folder, or `last`.
+
+    Raises UserError if several runs match.
+    """
     from rlhfless.util.errors import UserError
 
     if run == LAST:
@@ -342,8 +347,10 @@ def _id(client: Client, run: str) -> str:
     named = Path(run).name  # users also name a run's folder
     if not named or _WHOLE_ID.fullmatch(named):
         return named
-    runs = list(_newest(client))
-    found = [each.id for each in runs if each.name == named] or [each.id for each in runs if _begins(each.id, named)]
+    newest = list(_newest(client))
+    found = [each.id for each in newest if each.name == named]
+    ids = [each.id for each in newest]
+    found = found or [each for each in ids if each.startswith(named) or each.rpartition("-")[2].startswith(named)]
     if len(found) > 1:
         listed = ", ".join(found[:_MOST_LISTED]) + (
             f" and {len(found) - _MOST_LISTED} more" * (len(found) > _MOST_LISTED)
@@ -352,12 +359,8 @@ def _id(client: Client, run: str) -> str:
     return found[0] if found else named  # the service says that there is no such run
 
 
-def _begins(run_id: str, named: str) -> bool:
-    return run_id.startswith(named) or run_id.rpartition("-")[2].startswith(named)
-
-
 def _newest(client: Client) -> Iterator[RunObject]:
-    """The newest runs of the service."""
+    """Yield the newest runs of the service."""
     after = None
     for _ in range(_MOST_PAGES):
         page = client.list_runs(after, limit=100)

@@ -18,22 +18,16 @@ from rlhfless.client import Client
 from rlhfless.client.errors import ApiFault, ServiceAway
 from rlhfless.control.lifecycle import AT_REST, DRIVEN, Status
 from rlhfless.control.objects import CheckpointObject, EventObject, RunObject, UsageObject
-from rlhfless.planning.objects import PlannedDevices, PlannedSchedule, PlanObject
 from rlhfless.telemetry.console import Console
-from rlhfless.telemetry.numbers import clock, count, decimal, money
-from rlhfless.telemetry.terminal import Prose, whole
+from rlhfless.telemetry.terminal import Prose, clock, count, decimal, money, whole
 from rlhfless.util.text import legible
 
 REASONS_FROM = 110
 """Columns of a terminal that is wide enough for the reasons of runs' statuses."""
 
 
-SHORT_S = 10.0
-"""Runs that take less are shown with a digit after the point."""
-
-
 def runs_table(runs: Sequence[RunObject], width: int | None) -> Table:
-    """One line per run, with the reason of its status where there is room. `width`: None if lines have no end."""
+    """Render a line per run, with the reason of its status if there is room. `width`: None for unlimited lines."""
     made = table("run", "status", "step", "reward", "cost", "left", texts=2)
     for column in made.columns:
         column.no_wrap = True
@@ -55,14 +49,14 @@ def runs_table(runs: Sequence[RunObject], width: int | None) -> Table:
 
 
 def best_by(checkpoint: CheckpointObject) -> str:
-    """What makes a checkpoint the best: metric, value and step."""
+    """Say why a checkpoint is the best: metric, value and step."""
     if checkpoint.score is None:
         return f"the newest, because {checkpoint.metric or 'checkpoint.best.metric'} was not measured at a saved step"
     return f"{checkpoint.metric or 'score'} = {checkpoint.score:.4g} after step {checkpoint.step}"
 
 
 def run_lines(run: RunObject) -> RenderableType:
-    """A run, in a few lines."""
+    """Render a run in a few lines."""
     head = Text.assemble((run.id, "bold"), f"  {run.status}")
     parts: list[RenderableType] = [head, Prose(run.status_reason, style="dim")]
     learns = "loss" if "loss" in run.latest and "reward_mean" not in run.latest else "reward"
@@ -80,55 +74,8 @@ def run_lines(run: RunObject) -> RenderableType:
     return Group(*parts)
 
 
-def plan_lines(plan: PlanObject) -> RenderableType:
-    """The plan for the run's own devices, and the missing inputs of a better answer."""
-    parts: list[RenderableType] = [devices_lines([plan.chosen])]
-    parts += [Text(""), schedules_lines(plan.schedules, plan.schedule_reason)] if plan.schedules else []
-    parts += ["", whole(f"response lengths: {legible(plan.lengths)}")]
-    return Group(*parts, *(Prose(f"missing: {text}") for text in plan.missing))
-
-
-def schedules_lines(rows: Sequence[PlannedSchedule], reason: str | None) -> RenderableType:
-    """Time and cost under each schedule; below, why one is refused that brings nothing, and which is chosen."""
-    refused: dict[str, list[str]] = {}
-    made = table("schedule", "versions behind", "step", "cost", "run", "cost", texts=1)
-    made.add_column("")
-    for row in rows:
-        cells = ["-", "-", "-", "-"]
-        if row.step_s is not None and row.wall_s is not None:
-            cells = [f"{decimal(row.step_s, 2)} s", money(row.step_usd), clock(row.wall_s), money(row.cost_usd)]
-        mark = "refused" if row.refused else "chosen" if row.chosen else ""
-        made.add_row(row.schedule, f"up to {row.max_staleness}" if row.max_staleness else "0", *cells, mark)
-        if row.refused and row.refused not in (reason or ""):
-            refused.setdefault(row.refused, []).append(row.schedule)
-    notes = [f"refused: {' and '.join(names)}: {why}" for why, names in refused.items()]
-    return Group(made, *map(Prose, [*notes, *([reason] if reason else [])]))
-
-
-def devices_lines(rows: Sequence[PlannedDevices]) -> RenderableType:
-    """Time and cost of a run, by devices, each with its band; below, why some have none."""
-    made = table("devices", "placement", "step", "run", "band", "cost", "band", texts=2)
-    made.columns[0].no_wrap = False
-    notes = []
-    for row in rows:
-        cells, predicted = [f"{row.count} x {row.kind}", row.placement], row.predicted
-        if predicted is None:
-            why = row.reason or row.nearest_change or next(iter(row.problems), "")
-            made.add_row(*cells, "-")
-            notes.append(f"{cells[0]}: {why if row.fits else f'does not fit; {why}'}")
-            continue
-        wall, low, high = (
-            clock(s) if predicted.wall_s >= SHORT_S else f"{decimal(s, 1)} s"
-            for s in (predicted.wall_s, predicted.wall_low_s, predicted.wall_high_s)
-        )
-        cells += [f"{decimal(predicted.step_s, 2)} s", wall, f"{low} to {high}", money(predicted.cost_usd)]
-        made.add_row(*cells, f"{money(predicted.cost_low_usd)} to {money(predicted.cost_high_usd)}")
-        notes += [f"band: {predicted.band}"] if predicted.band else []
-    return Group(made, *map(Prose, notes))
-
-
 def usage_table(usage: UsageObject) -> RenderableType:
-    """The usage by function, the best static fleet, and a step as planned and measured."""
+    """Render the usage by function, the best static fleet, and a step as planned and as measured."""
     parts: list[RenderableType] = [functions_table([(row.function, row) for row in usage.functions])]
     best = usage.best_static
     if best is not None:
@@ -156,7 +103,7 @@ def _step(step_s: float, step_usd: float) -> str:
 
 
 def time_of(unix_s: float) -> str:
-    """A time in the terminal's time zone."""
+    """Format a time in the terminal's time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
@@ -209,17 +156,17 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
 
 
 def exit_code_of(run: RunObject) -> int:
-    """0 for a run that has succeeded, 3 for one that has failed, 5 for one that was cancelled or paused."""
+    """Return 0 for a succeeded run, 3 for a failed one, 5 for a cancelled or paused one."""
     return {Status.SUCCEEDED: 0, Status.FAILED: 3}.get(run.status, 5)
 
 
 def _status(status: str, reason: str) -> str:
-    """A status and its reason, which often begins with the status: `paused: stopped after step 25`."""
+    """Return status and reason, without the status if the reason starts with it (`paused: stopped after step 25`)."""
     return reason if reason.startswith(status) else f"{status}: {reason}"
 
 
 def _at_rest(client: Client, event: EventObject) -> RunObject | None:
-    """The run if the event is that of its rest; None for a pause after which it was resumed."""
+    """Return the run if this event ended or paused it; None if it was resumed since."""
     if event.type != "status" or event.data.get("status") not in AT_REST:
         return None
     run = client.get_run(event.run_id)

@@ -29,11 +29,6 @@ bundled model (computed), and each of its four engines of a large model minutes 
 COLOURS = {"ok": "green", "failed": "red", "not applicable": "dim"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(selftest)
-
-
 def selftest(
     spec: OptionalSpecFile = None,
     overrides: Overrides = None,
@@ -145,7 +140,7 @@ def _show_step(console: Console, step: Mapping[str, Any] | None) -> None:
 
 
 def _show_measured(console: Console, measured: Mapping[str, Any]) -> None:
-    """A step that was taken, beside its prediction."""
+    """Print the measured step and its prediction."""
     parts = ", ".join(f"{name} {measured[f'{name}_s']:.3g}" for name in ("publish", "load", "generation", "learn"))
     predicted_s = measured["predicted_s"]
     beside = f"not predicted ({measured['reason']})" if predicted_s is None else f"predicted {predicted_s:.3g} s"

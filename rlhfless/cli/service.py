@@ -36,30 +36,20 @@ if TYPE_CHECKING:
 
 
 UP_S = 120.0
-"""Longest wait for a service in the background to answer: it opens its database, which another machine may have."""
+"""Maximum wait for a service in the background to answer. Its database may be on another machine."""
 
 LOG_FILE = "service.log"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(up)
-    app.command()(down)
-    app.command()(migrate)
-    keys = typer.Typer(help="API keys of a service.", no_args_is_help=True)
-    keys.command()(create)
-    keys.command()(put)
-    keys.command("list")(list_keys)
-    keys.command()(revoke)
-    app.add_typer(keys, name="keys")
+keys = typer.Typer(help="Create, list and revoke the API keys of a service.", no_args_is_help=True)
 
 
 def up(
     data: Data = DATA_FOLDER,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Other addresses than loopback need an API key.")
+        str, typer.Option(help="Address to listen on. Addresses other than loopback require an API key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
     database: Database = None,
     ray_address: Annotated[
         str | None,
@@ -71,29 +61,27 @@ def up(
     ] = None,
     ray_cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="In Kubernetes: the RayCluster whose pending pods are explained."),
+        typer.Option(metavar="NAME", help="In Kubernetes: RayCluster whose pending pods waiting runs report."),
     ] = None,
     watch_nodes: Annotated[
-        bool, typer.Option("--watch-nodes", help="With --ray-cluster: also leave cordoned or tainted nodes.")
+        bool, typer.Option("--watch-nodes", help="With --ray-cluster: also drain cordoned or tainted nodes.")
     ] = False,
     capacity: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND=N", help="Devices for runs on a cluster that adds nodes on demand."),
+        typer.Option(metavar="KIND=N", help="Devices for runs, such as h100=64, if the cluster adds nodes on demand."),
     ] = None,
-    max_drivers: Annotated[
-        int, typer.Option(min=1, help="Maximum number of running drivers; other runs are queued.")
-    ] = 4,
+    max_drivers: Annotated[int, typer.Option(min=1, help="Maximum number of runs at a time; others are queued.")] = 4,
     driver_memory: Annotated[
         float | None,
         typer.Option(metavar="GIB", min=0.5, help="Memory of a driver. Default: a quarter of the machine's."),
     ] = None,
     size: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=N", help="Upper limits of what specs may ask for, by the keys of `sizes`."),
+        typer.Option(metavar="KEY=N", help="Upper limit on a key of `sizes`, such as step_samples=4096."),
     ] = None,
     root: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Folder in which specs may name files. Default: the current one."),
+        typer.Option(metavar="PATH", help="Folder or URL below which specs may name files. Default: the current one."),
     ] = None,
     code: Annotated[
         list[str] | None, typer.Option(metavar="PACKAGE", help="Package whose code specs may name.")
@@ -137,7 +125,7 @@ def up(
     if detach:
         _detached(settings)
         return
-    from rlhfless.control.thread_priority import raise_priority
+    from rlhfless.control.process_limits import raise_priority
 
     raise_priority()  # the imports below take a second, and much longer while a run uses the cores
     from rlhfless.control.serve import serve
@@ -178,7 +166,7 @@ def _require_code(settings: ServiceSettings) -> None:
 
 
 def _detached(settings: ServiceSettings) -> None:
-    """Run the same command in the background, in a session of its own, until its service answers."""
+    """Run the same command in the background, in its own session, and return once its service answers."""
     from rlhfless.util.errors import UserError
 
     open_data(settings)
@@ -236,9 +224,10 @@ def migrate(data: Data = DATA_FOLDER, database: Database = None) -> None:
 
 
 LEAST_CHARACTERS = 32
-"""Fewest characters of a secret: only an unsalted hash is stored, so the secret must be impossible to guess."""
+"""Minimum length of a secret: only an unsalted hash is stored, so the secret must be impossible to guess."""
 
 
+@keys.command()
 def create(
     name: Annotated[str, typer.Argument(help="Name of the key, such as the person or system that uses it.")],
     scope: Annotated[
@@ -257,6 +246,7 @@ def create(
     typer.echo(secret)
 
 
+@keys.command()
 def put(
     name: Annotated[str, typer.Argument(help="Name of the key, such as the person or system that uses it.")],
     file: Annotated[Path, typer.Option("--from", metavar="FILE", help="File with the secret, such as a mounted one.")],
@@ -283,6 +273,7 @@ def put(
     typer.echo(key)
 
 
+@keys.command("list")
 def list_keys(
     data: Data = DATA_FOLDER,
     database: Database = None,
@@ -307,6 +298,7 @@ def list_keys(
         typer.echo(f"{row.id}  {row.scopes[-1]:<5}  {time_of(row.created_at)}  {row.name}{state}")
 
 
+@keys.command()
 def revoke(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, such as key_0a1b2c3d4e5f, or its name.")],
     data: Data = DATA_FOLDER,
@@ -319,16 +311,16 @@ def revoke(
     from rlhfless.util.errors import UserError
 
     with _session(data, database) as session:
-        keys = list(session.scalars(select(KeyRow).where(or_(KeyRow.id == key, KeyRow.name == key))))
-        if not keys:
+        found = list(session.scalars(select(KeyRow).where(or_(KeyRow.id == key, KeyRow.name == key))))
+        if not found:
             raise UserError(f"there is no key {key!r}; `rlhfless keys list` shows all")
-        valid = [row for row in keys if row.revoked_at is None]
+        valid = [row for row in found if row.revoked_at is None]
         if len(valid) > 1:
             raise UserError(f"several keys are named {key!r}: name one of {', '.join(row.id for row in valid)}")
         for row in valid:
             row.revoked_at = time.time()
         session.commit()
-    typer.echo(f"revoked {(valid or keys)[0].id}")
+    typer.echo(f"revoked {(valid or found)[0].id}")
 
 
 def _scope(text: str) -> Scope:

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from rlhfless.sim.replay.what_if import OtherDevices
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(simulate)
-
-
 def simulate(
     inputs: Annotated[
         list[Path] | None,
@@ -36,7 +31,7 @@ def simulate(
     runs: Annotated[
         int | None,
         typer.Option(
-            min=2, max=MOST_TENANTS, help="Number of runs that share the cluster, in parts of it or in turns."
+            min=2, max=MOST_TENANTS, help="Number of runs that share the cluster, each on its own part or time-sliced."
         ),
     ] = None,
     replay: Annotated[
@@ -62,7 +57,7 @@ def simulate(
     ] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit the latency model to recorded runs.")] = False,
 ) -> None:
-    """Compare scaling policies on a scenario without devices: time, cost and regret, with confidence intervals."""
+    """Simulate scaling policies on a scenario: time, cost and regret, with confidence intervals."""
     paths = inputs or []
     if calibrate:
         _calibrate(_require_some(paths, "folder of a recorded run"), out or Path("latency.yaml"))
@@ -74,10 +69,10 @@ def simulate(
         _replay(replay, policy, latency, out, OtherDevices(kind, actors, ahead))
     else:
         for path in _require_some(paths, "scenario file"):
-            if runs is not None:
+            if runs is None:
+                _compare(path, policies, seeds, out or Path("simulations"), jobs)
+            else:
                 _share(path, runs)
-                continue
-            _compare(path, policies, seeds, out or Path("simulations"), jobs)
 
 
 def _require_some(paths: list[Path], what: str) -> list[Path]:
@@ -130,8 +125,9 @@ def _calibrate(folders: Sequence[Path], out: Path) -> None:
 
 
 def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | None, other: OtherDevices) -> None:
-    """Print predicted and measured seconds, or those of a policy or of other devices beside the replay as recorded;
-    `out`: and write them."""
+    """Print predicted and measured seconds, or another policy or other devices compared with the replay as recorded.
+
+    Write them to `out`, if given."""
     import json
 
     from rlhfless.cli.simulate_tables import beside_table, replay_table

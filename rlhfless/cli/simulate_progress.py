@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from rlhfless.sim.scenarios import Scenario
-from rlhfless.telemetry.numbers import clock, count
+from rlhfless.telemetry.terminal import clock, count
 
 FIRST_S = 3.0
 """Seconds until the first estimate: enough steps of a small scenario, and no long wait."""
@@ -69,8 +69,7 @@ class Estimates:
 
 @contextmanager
 def shown(scenario: Scenario, policies: int, jobs: int) -> Iterator[Callable[[int, int], None]]:
-    """Shows the progress of a comparison; yields a function that takes the number of finished steps and of all
-    steps."""
+    """Show the progress of a comparison. Yields a function that takes the numbers of finished and of all steps."""
     console = Console(stderr=True, highlight=False)
     runs = f"{policies} policies, {scenario.seeds} seeds, runs of {scenario.steps} steps, --jobs {jobs}"
     console.print(f"simulating {scenario.name}: {runs}", soft_wrap=True)

@@ -27,15 +27,14 @@ from rlhfless.sim.report.verdict import (
 )
 from rlhfless.sim.scenarios import Scenario
 from rlhfless.sim.statistics import CONFIDENCE, LEAST_VALUES
-from rlhfless.telemetry.numbers import decimal, money
-from rlhfless.telemetry.terminal import Prose
+from rlhfless.telemetry.terminal import Prose, decimal, money
 
 HALVES = (COLUMNS[:5], COLUMNS[5:])
 """Two tables, results and causes: side by side they would not fit a terminal of 80 columns."""
 
 
 def comparison_table(comparison: PolicyComparison) -> RenderableType:
-    """One row per policy: means over the seeds, and below each the ends of its confidence interval."""
+    """Render a row per policy: means over the seeds, with the ends of the confidence interval below."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     rows = comparison.rows(part)
     few = scenario.seeds < LEAST_VALUES
@@ -52,7 +51,7 @@ def comparison_table(comparison: PolicyComparison) -> RenderableType:
 
 
 def arrangements_table(scenario: Scenario, runs: int, arrangements: Sequence[Arrangement]) -> RenderableType:
-    """One row per arrangement of several runs on the cluster, beside the first."""
+    """Render a row per arrangement of several runs on the cluster, compared with the first."""
     first = arrangements[0]
     titles = "all ended\ns", "\nx", "mean end\ns", "\nx", "devices used\n%", "kept\n% of runs"
     made = table(f"{runs} runs", *titles, padding=1)
@@ -83,7 +82,7 @@ def _table(rows: Sequence[ResultRow], columns: Sequence[ReportColumn]) -> Table:
 
 
 def beside_table(beside: Beside) -> RenderableType:
-    """Mean seconds of a step by stage and the cost, of both replays and as measured; the steps; and one sentence."""
+    """Render both replays and the measured run: mean seconds of a step by stage, cost, steps, and a summary."""
     other, base = beside.other, beside.base
     again = {error.stage: error.predicted_s for error in other.errors}
     means = table("seconds per step", f"{beside.label}\nsimulated", "as recorded\nsimulated", "as recorded\nmeasured")
@@ -104,7 +103,7 @@ def beside_table(beside: Beside) -> RenderableType:
 
 
 def replay_table(again: Replay) -> RenderableType:
-    """Seconds by stage, predicted / measured, of every step; and over all."""
+    """Render predicted and measured seconds by stage, of every step and over all."""
     stages = [error.stage for error in again.errors]
     steps = table("step", *stages, texts=0)
     for column in steps.columns[1:]:

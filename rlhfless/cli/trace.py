@@ -14,38 +14,33 @@ from rlhfless.cli.options import TraceFolder
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rlhfless.cli.length_scores import ForecastScore
     from rlhfless.records.traces import Trace, TracedPrompt, TracedRollout
+    from rlhfless.scaling.lengths.quality import ForecastScore
 
 
 SHOWN_LEVELS = (0.1, 0.5, 0.9, 0.99)
 """Quantiles whose coverage `rlhfless trace lengths` shows."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    trace = typer.Typer(help="Show the trace of a run.", no_args_is_help=True)
-    trace.command()(summary)
-    trace.command()(compare)
-    trace.command()(lengths)
-    trace.command()(samples)
-    app.add_typer(trace, name="trace")
+trace = typer.Typer(help="Show the trace of a run.", no_args_is_help=True)
 
 
+@trace.command()
 def summary(folder: TraceFolder) -> None:
     """Print a run's cost, where its steps spent their time, and its response lengths."""
 
-    from rlhfless.cli.report import trace_report
+    from rlhfless.cli.tables import trace_report
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.scaling.accounting import summarise
     from rlhfless.scaling.prices import PriceBook
     from rlhfless.telemetry.terminal import Terminal
 
-    trace = read_trace(trace_folder(folder))
-    summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
-    Terminal().print(trace_report(trace.meta.run_id, summary))
+    recorded = read_trace(trace_folder(folder))
+    bill = summarise(recorded, PriceBook.model_validate(recorded.meta.prices))
+    Terminal().print(trace_report(recorded.meta.run_id, bill))
 
 
+@trace.command()
 def compare(first: TraceFolder, second: TraceFolder) -> None:
     """Print the share of samples with the same tokens in two runs, such as a resumed and an uninterrupted one."""
     from rlhfless.records.traces import compare_samples, read_trace, trace_folder
@@ -59,25 +54,26 @@ def compare(first: TraceFolder, second: TraceFolder) -> None:
         typer.echo(f"only in the first: {result.only_in_first:,}; only in the second: {result.only_in_second:,}")
 
 
+@trace.command()
 def lengths(folder: TraceFolder) -> None:
     """Print how well response lengths could be forecast from earlier steps, compared with two simple forecasts."""
 
-    from rlhfless.cli.length_scores import score_forecasts
     from rlhfless.records.traces import read_trace, trace_folder
+    from rlhfless.scaling.lengths.quality import score_forecasts
     from rlhfless.telemetry.terminal import Terminal
 
-    trace = read_trace(trace_folder(folder))
-    Terminal().print(_lengths_report(trace.meta.run_id, score_forecasts(trace)))
+    recorded = read_trace(trace_folder(folder))
+    Terminal().print(_lengths_report(recorded.meta.run_id, score_forecasts(recorded)))
 
 
 def _lengths_report(run_id: str, scores: Sequence[ForecastScore]) -> RenderableType:
-    """A table with a row for each forecaster."""
+    """Render a row per forecaster."""
     from rich.console import Group
     from rich.text import Text
 
     from rlhfless.cli.tables import table
     from rlhfless.scaling.lengths import QUANTILE_LEVELS
-    from rlhfless.telemetry.numbers import count, decimal
+    from rlhfless.telemetry.terminal import count, decimal
 
     levels = [f"p{100 * level:g}" for level in SHOWN_LEVELS]
     made = table("response lengths", "samples", "rank corr", "pinball", *levels)
@@ -112,6 +108,7 @@ class SamplesWanted:
     """Only samples with a failed reward."""
 
 
+@trace.command()
 def samples(
     folder: TraceFolder,
     step: Annotated[int | None, typer.Option("--step", help="Only samples of this step.")] = None,
@@ -130,11 +127,11 @@ def samples(
     from rlhfless.records.traces import read_trace, trace_folder
 
     where = trace_folder(folder)
-    trace = read_trace(where)
-    if trace.rollouts and all(rollout.text is None for rollout in trace.rollouts):
+    recorded = read_trace(where)
+    if recorded.rollouts and all(rollout.text is None for rollout in recorded.rollouts):
         raise TraceError(f"{where} has no text of responses; record it with logging.record_tokens: true")
-    found = list(selected(trace, SamplesWanted(step, prompt, search, failed)))
-    prompts = {each.prompt_id: each for each in trace.prompts}
+    found = list(selected(recorded, SamplesWanted(step, prompt, search, failed)))
+    prompts = {each.prompt_id: each for each in recorded.prompts}
     shown = [as_object(rollout, prompts.get(rollout.prompt_id)) for rollout in found[:limit]]
     if as_json:
         for sample in shown:
@@ -145,7 +142,7 @@ def samples(
 
 
 def selected(trace: Trace, wanted: SamplesWanted) -> Iterator[TracedRollout]:
-    """The samples of a trace that are wanted, by step, then prompt and sample index."""
+    """Yield the wanted samples of a trace, by step, prompt and sample index."""
     prompts = {each.prompt_id: each.text for each in trace.prompts}
     for rollout in sorted(trace.rollouts, key=lambda one: (one.step, one.prompt_id, one.sample_index)):
         texts = (prompts.get(rollout.prompt_id, ""), rollout.text or "")
@@ -161,7 +158,7 @@ def selected(trace: Trace, wanted: SamplesWanted) -> Iterator[TracedRollout]:
 
 
 def as_object(rollout: TracedRollout, prompt: TracedPrompt | None) -> dict[str, Any]:
-    """A sample as JSON values."""
+    """Return a sample as JSON values."""
     return {
         "step": rollout.step,
         "prompt_id": rollout.prompt_id,
@@ -179,7 +176,7 @@ def as_object(rollout: TracedRollout, prompt: TracedPrompt | None) -> dict[str, 
 
 def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     """Print samples, objects as of `as_object`, for people; each prompt once for its samples of a step."""
-    from rlhfless.telemetry.numbers import decimal
+    from rlhfless.telemetry.terminal import decimal
     from rlhfless.util.text import legible
 
     before = None

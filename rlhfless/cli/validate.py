@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from rlhfless.scaling.prices import PriceBook
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(validate)
-    app.command()(schema)
-    app.command()(devices)
-
-
 def validate(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -115,8 +108,7 @@ def _as_json(sheet: DeviceSheet, book: PriceBook) -> dict[str, object]:
 def _show(sheets: list[DeviceSheet], book: PriceBook) -> None:
 
     from rlhfless.cli.tables import table
-    from rlhfless.telemetry.numbers import decimal
-    from rlhfless.telemetry.terminal import Terminal
+    from rlhfless.telemetry.terminal import Terminal, decimal
 
     made = table(
         "kind", "TFLOP/s", "fp8", "fp4", "GB", "TB/s", "link GB/s", "W", "$/h", "as of", "hyper $/h", padding=1

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 
 from rlhfless.control.delivery import failure
 from rlhfless.spec.errors import Problem
-from rlhfless.util.redaction import redacted
+from rlhfless.util.text import redacted
 
 
 class ApiError(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -48,7 +48,7 @@ class ListObject(ApiObject, Generic[T]):
     object: Literal["list"] = "list"
     data: list[T]
     has_more: bool
-    """There is a next page: ask with `after` set to the id of the last object."""
+    """Whether there is a next page. Request it with `after` set to the id of the last object."""
 
 
 class CheckpointObject(ApiObject):
@@ -77,7 +77,7 @@ class RunObject(ApiObject):
     name: str
     status: Status
     status_reason: str
-    """What the run does or waits for, in words."""
+    """What the run does or waits for, as text."""
     status_since: float
     created_at: float
     started_at: float | None
@@ -90,9 +90,10 @@ class RunObject(ApiObject):
     """The newest value of each metric, by name."""
     cost_usd: float
     device_hours: float
-    left_s: Annotated[float | None, Field(description="Predicted seconds to its end, at the pace of the last steps.")]
+    left_s: float | None
+    """Predicted seconds until the run ends, at the pace of the last steps."""
     attempt: int
-    """Number of drivers that have worked on the run: 1 unless it was paused, or a driver died."""
+    """Number of drivers so far: 1 unless the run was paused or a driver died."""
     priority: int
     metadata: dict[str, str]
     owner: str
@@ -137,7 +138,7 @@ class MetricsObject(ApiObject):
     object: Literal["metrics"] = "metrics"
     run_id: str
     step: int
-    """The last step of the series: ask with `after_step` for later steps."""
+    """The last step of the series. Use it as `after_step` to get later steps."""
     series: list[Series]
 
 
@@ -154,7 +155,7 @@ class RolloutObject(ApiObject):
     finish_reason: str
     response_tokens: int
     weights: str
-    """The weight version that drew the sample."""
+    """The weight version that generated the sample."""
     rewards: dict[str, float | None]
     """The reward of each part."""
     reward: float | None

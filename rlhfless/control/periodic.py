@@ -7,7 +7,7 @@ import contextlib
 import logging
 from typing import Self
 
-from rlhfless.control.database import Unavailable
+from rlhfless.control.database.access import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class PeriodicTask:
             try:
                 await self.tick()
             except Unavailable as error:
-                log.warning("%s: %s", name, error)
+                log.warning("%s: %s; retrying", name, error)
             except Exception:
                 log.exception("%s: tick failed; retrying", name)
             with contextlib.suppress(TimeoutError):

@@ -162,4 +162,4 @@ class PodWatch(PeriodicTask):
             self._pending, self.leaving = pending_of(pods), leaving_of(pods, nodes)
         except Exception as error:  # the client raises its own errors and urllib3's
             self._pending, self.leaving = [], {}
-            log.warning("the pods of the Ray cluster cannot be listed: %s", str(error).partition("\n")[0])
+            log.warning("cannot list the pods of the Ray cluster: %s", str(error).partition("\n")[0])

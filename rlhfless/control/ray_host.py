@@ -56,6 +56,9 @@ REPORT_TIMEOUT_S = 5.0
 LOCK_FILE = "ray-host.lock"
 """Locked by the host, so that a data folder has at most one host."""
 
+HOST_S = 30.0
+"""Maximum wait for Ray to stop."""
+
 RESTART_S = 10.0
 """Minimum time between two starts of a host that exits at once because Ray cannot be started or joined."""
 
@@ -108,13 +111,14 @@ class RayHostSupervisor(PeriodicTask):
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
 
-    async def end(self, timeout_s: float) -> None:
+    async def end(self) -> None:
+        """Stop the host and its private Ray."""
         await self.__aexit__()
-        await asyncio.to_thread(stop_host, self._folder, timeout_s)
+        await asyncio.to_thread(stop_host, self._folder, HOST_S)
         if self._process is not None and self._process.poll() is None:  # it has not reported yet
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._process.wait, timeout_s)
+                await asyncio.to_thread(self._process.wait, HOST_S)
 
     async def tick(self) -> None:
         running = self._process is not None and self._process.poll() is None
@@ -136,10 +140,6 @@ class RayHostSupervisor(PeriodicTask):
             )
 
 
-def _host_name() -> str:
-    return f"rlhfless-host-{secrets.token_hex(4)}"
-
-
 class RayJobHostSupervisor(PeriodicTask):
     """Restarts the Ray host in a remote cluster while its block is active. The host reports the cluster's devices every
     second."""
@@ -151,7 +151,7 @@ class RayJobHostSupervisor(PeriodicTask):
         self._url = service_url
         self._token = token
         self._reports = reports
-        self._job = _host_name()
+        self._job = f"rlhfless-host-{secrets.token_hex(4)}"
         self._started_s = 0.0
 
     async def end(self) -> None:
@@ -173,7 +173,7 @@ class RayJobHostSupervisor(PeriodicTask):
             return
         if job is not None:
             log.warning("Ray host job ended, starting another: %s", job.message)
-            self._job = _host_name()
+            self._job = f"rlhfless-host-{secrets.token_hex(4)}"
         command = f"exec {PYTHON} -m rlhfless.control.ray_host --tell {shlex.quote(self._url)}"
         self._jobs.submit(self._job, command, {HOST_TOKEN: self._token})
 

@@ -22,10 +22,10 @@ from rlhfless.control import store
 from rlhfless.control.api.app import make_app
 from rlhfless.control.drivers import Drivers, JobDrivers, LocalDrivers, RayJobs
 from rlhfless.control.keys import require_safe
-from rlhfless.control.ray_host import RayHostSupervisor, RayJobHostSupervisor, stop_host
+from rlhfless.control.process_limits import raise_priority, service_threads
+from rlhfless.control.ray_host import HOST_S, RayHostSupervisor, RayJobHostSupervisor, stop_host
 from rlhfless.control.service import Service, lock_data, open_database
 from rlhfless.control.settings import ServiceSettings, read_announcement
-from rlhfless.control.thread_priority import raise_priority, service_threads
 from rlhfless.spec.errors import InputError, Problem
 
 log = logging.getLogger(__name__)
@@ -35,9 +35,6 @@ GRACE_S = 2
 
 DRIVERS_S = 45.0
 """Maximum wait for drivers to stop: `timeouts.stop_s` is 25 s, and they also deliver their outboxes."""
-
-HOST_S = 30.0
-"""Maximum wait for Ray to stop."""
 
 
 async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: Drivers | None = None) -> None:
@@ -52,12 +49,12 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
         try:
             await asyncio.to_thread(require_safe, settings, database)
             with _bound(settings) as listening:
-                host, port = listening.getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
-                if drivers is None:
-                    jobs = settings.elsewhere
-                    drivers = JobDrivers(RayJobs(settings.ray_address or "")) if jobs else LocalDrivers()
+                address, port = listening.getsockname()[:2]
+                shown = f"[{address}]" if ":" in address else address
+                jobs = RayJobs(settings.ray_address or "") if settings.elsewhere else None
+                drivers = drivers or (JobDrivers(jobs) if jobs else LocalDrivers())
                 service = Service(settings, database, drivers, f"http://{shown}:{port}")
+                host = _host(service, jobs)
                 config = uvicorn.Config(
                     make_app(service),
                     log_config=None,
@@ -67,25 +64,16 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
                 )
                 server = _Server(config)
                 say(f"rlhfless is at {settings.public_url or service.address} (data: {settings.folder})")
-                async with _host(service) as end_host, _signals(service, server, end_host, say):
+                async with host, _signals(service, server, host.end, say):
                     await server.serve(sockets=[listening])
         finally:
             database.close()
 
 
-@contextlib.asynccontextmanager
-async def _host(service: Service) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Supervise the Ray host within the block, and yield a function that stops the host and its private Ray."""
-    settings = service.settings
-    if settings.elsewhere:
-        jobs = RayJobs(settings.ray_address or "")
-        async with RayJobHostSupervisor(
-            jobs, service.url, service.host_token, lambda: service.ray() is not None
-        ) as host:
-            yield host.end
-    else:
-        async with RayHostSupervisor(settings.folder, settings.ray_address) as keeper:
-            yield lambda: keeper.end(HOST_S)
+def _host(service: Service, jobs: RayJobs | None) -> RayHostSupervisor | RayJobHostSupervisor:
+    if jobs is None:
+        return RayHostSupervisor(service.settings.folder, service.settings.ray_address)
+    return RayJobHostSupervisor(jobs, service.url, service.host_token, lambda: service.ray() is not None)
 
 
 class _Server(uvicorn.Server):
@@ -124,45 +112,42 @@ async def _signals(
     loop = asyncio.get_running_loop()
     ending: list[asyncio.Task[None]] = []
 
+    async def wind_down() -> None:
+        """Stop runs cleanly, then Ray, then the service."""
+        try:
+            working = [run for run in await service.database.read(store.driven) if run.driver is not None]
+            if working:
+                say(f"stopping {len(working)} run(s); they resume at the next `rlhfless up`")
+            service.supervisor.admits = False
+            await service.supervisor.stop_all()
+            end_s = time.monotonic() + DRIVERS_S
+            while time.monotonic() < end_s:
+                if not any(run.driver for run in await service.database.read(store.driven)):
+                    break
+                service.supervisor.wake()
+                await asyncio.sleep(0.2)
+            await end_host()
+        finally:
+            server.should_exit = True
+
     def leave() -> None:
         server.should_exit = True
 
-    def wind_down() -> None:
+    def interrupt() -> None:
         if ending:  # a second Ctrl-C stops at once
             server.should_exit = server.force_exit = True
-        ending.append(asyncio.create_task(_wind_down(service, server, end_host, say)))
+        ending.append(asyncio.create_task(wind_down()))
 
     leaves = [signal.SIGTERM, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
     for number in leaves:
         loop.add_signal_handler(number, leave)
-    loop.add_signal_handler(signal.SIGINT, wind_down)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
     try:
         yield
         await asyncio.gather(*ending, return_exceptions=True)
     finally:
         for number in (*leaves, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-async def _wind_down(
-    service: Service, server: uvicorn.Server, end_host: Callable[[], Awaitable[None]], say: Callable[[str], None]
-) -> None:
-    """Stop runs cleanly, then Ray, then the service."""
-    try:
-        working = [run for run in await service.database.read(store.driven) if run.driver is not None]
-        if working:
-            say(f"stopping {len(working)} run(s) in order; they resume at the next `rlhfless up`")
-        service.supervisor.admits = False
-        await service.supervisor.stop_all()
-        end_s = time.monotonic() + DRIVERS_S
-        while time.monotonic() < end_s:
-            if not any(run.driver for run in await service.database.read(store.driven)):
-                break
-            service.supervisor.wake()
-            await asyncio.sleep(0.2)
-        await end_host()
-    finally:
-        server.should_exit = True
 
 
 def stop_service(settings: ServiceSettings) -> bool:

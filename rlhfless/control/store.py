@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from rlhfless.control.database.tables import (
 from rlhfless.control.errors import not_found
 from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, DesiredState, Status
 from rlhfless.control.objects import MeasuredCost
+
+log = logging.getLogger(__name__)
 
 
 def run_of(session: Session, run_id: str) -> RunRow:
@@ -63,15 +66,13 @@ def add_event(
     touch(session, run, row)
 
 
-def set_status(session: Session, run: RunRow, status: Status, reason: str, error: Any = None) -> None:
+def set_status(session: Session, run: RunRow, status: Status, reason: str) -> None:
     """Set a run's status, with an event if it changes.
 
     A run whose driver has died keeps its lease: the next driver uses the same devices.
     """
     now = time.time()
     before, run.status_reason = run.status, reason
-    if error is not None:
-        run.error = error
     if status == before:
         touch(session, run)
         return
@@ -82,8 +83,9 @@ def set_status(session: Session, run: RunRow, status: Status, reason: str, error
         run.driver = run.left_s = None
     if status in AT_REST:
         release(session, run)
+    log.info("%s: %s -> %s: %s", run.id, before, status, reason)
     level = "error" if status is Status.FAILED else "info"
-    add_event(session, run, "status", reason, level, {"status": status, "before": before, "error": error})
+    add_event(session, run, "status", reason, level, {"status": status, "before": before})
 
 
 def release(session: Session, run: RunRow) -> None:

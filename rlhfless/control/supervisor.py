@@ -27,8 +27,8 @@ from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.drivers import LOG_FILE, LOG_START, Drivers
 from rlhfless.control.ingest import apply_items, end, refuse_folder, stop_out_of_memory
 from rlhfless.control.lifecycle import DRIVEN, ENDED, DesiredState, Status
-from rlhfless.control.memory_limits import says_out_of_memory
 from rlhfless.control.periodic import PeriodicTask
+from rlhfless.control.process_limits import says_out_of_memory
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 from rlhfless.spec import TimeoutsSpec
 
@@ -151,8 +151,8 @@ class Supervisor(PeriodicTask):
             free = 0 if wait else max(self._settings.max_drivers - working, 0)
             queue = store.queue(session)
             for place, row in enumerate(queue[free:]):
-                ahead = f"{place} run(s) before it" if place else "it is the next one"
-                reason = wait or f"waiting for its turn: {ahead}, {working} at work"
+                ahead = f"{place} run(s) ahead" if place else "it is next"
+                reason = wait or f"queued: {ahead}, {working} running"
                 if row.status_reason != reason and row.attempt == 0:
                     row.status_reason = reason
                     store.touch(session, row)
@@ -174,7 +174,7 @@ class Supervisor(PeriodicTask):
                 return None
             row.attempt += 1
             row.driver_token = hashlib.sha256(token.encode()).hexdigest()
-            store.set_status(session, row, Status.VALIDATING, "its driver starts")
+            store.set_status(session, row, Status.VALIDATING, "starting its driver")
             return row
 
         begun = await self._database.write(begin)

@@ -11,8 +11,7 @@ from rlhfless.chat.messages import Message
 from rlhfless.environments.contract import Description
 from rlhfless.environments.trajectory import Answer, GeneratedTurn
 from rlhfless.spec.errors import Problem
-from rlhfless.util.redaction import redacted_text
-from rlhfless.util.text import legible
+from rlhfless.util.text import legible, redacted_text
 
 
 class EnvironmentFailed(Exception):

@@ -38,7 +38,7 @@ from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
 from rlhfless.scaling.prices import Acquired, fitting
 from rlhfless.spec import RunSpec
-from rlhfless.telemetry.progress import FOR_DEVICES
+from rlhfless.telemetry.sinks import FOR_DEVICES
 from rlhfless.util.clock import monotonic_s, unix_s
 from rlhfless.util.tasks import gather_or_cancel
 

@@ -31,7 +31,7 @@ from rlhfless.fleet.run_devices import SAY_S, NoDevices, RunDevices
 from rlhfless.functions.base import Call
 from rlhfless.scaling.function_specs import no_phases
 from rlhfless.scaling.placement import Allocation
-from rlhfless.telemetry.progress import FOR_DEVICES
+from rlhfless.telemetry.sinks import FOR_DEVICES
 from rlhfless.util.clock import monotonic_s
 from rlhfless.util.tasks import gather_or_cancel
 

@@ -38,8 +38,8 @@ from rlhfless.scaling.assignment import pieces
 from rlhfless.scaling.policy import UNASSIGNED, Event, Generated, Heartbeat, Lost, Serving
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
-from rlhfless.telemetry.host import BusyCores
 from rlhfless.util.clock import monotonic_s
+from rlhfless.util.host import BusyCores
 
 log = logging.getLogger(__name__)
 

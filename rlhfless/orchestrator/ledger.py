@@ -77,7 +77,7 @@ class Ledger:
         self._recent: dict[str, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
-        self._writer.add_holding(holding)
+        self._writer.add(holding)
         self._holdings.append(holding)
         self._device_s += holding.device_s if self.prices.occupies(holding) else 0.0
         self._since_s = holding.start_s if self._since_s is None else min(self._since_s, holding.start_s)
@@ -91,7 +91,7 @@ class Ledger:
         return newest[max(len(newest) - (self.calls - count), 0) :]
 
     def add_invocation(self, invocation: Invocation) -> None:
-        self._writer.add_invocation(invocation)
+        self._writer.add(invocation)
         self._invocations.append(invocation)
         self._calls.append(invocation)
         self._newest.append(invocation)
@@ -117,7 +117,7 @@ class Ledger:
 
     def add_decision(self, decision: Decision) -> None:
         self._engine_starts += started([decision])
-        self._writer.add_decision(decision)
+        self._writer.add(decision)
 
     def add_acquired(self, acquired: Acquired) -> None:
         """Record a wait for devices."""
@@ -134,7 +134,7 @@ class Ledger:
         in progress."""
         self._steps.add(record.step)
         self._step = record.step
-        self._writer.add_step(record)
+        self._writer.add(record)
         since_s = record.end_s if others_since_s is None else others_since_s
         self._calls = [call for call in self._calls if call.end_s > since_s]
         self._drawn.pop(record.step, None)

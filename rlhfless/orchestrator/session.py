@@ -44,15 +44,15 @@ from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoin
 from rlhfless.records.journal import Journal
 from rlhfless.records.ledger import JOURNAL_FILE as JOURNAL_FILE
 from rlhfless.records.ledger import TRACE_FOLDER
-from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
+from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.function_specs import name_of, place_run, publisher_of
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import SPEC_FILE, resolved_yaml
-from rlhfless.telemetry.progress import RunProgress
-from rlhfless.telemetry.sinks import MetricSinks
+from rlhfless.telemetry.sinks import MetricSinks, RunProgress
+from rlhfless.util.host import describe_machine
 from rlhfless.util.tasks import gather_or_cancel, is_stopping, to_the_end
 
 log = logging.getLogger(__name__)

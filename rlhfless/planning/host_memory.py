@@ -14,7 +14,7 @@ from rlhfless.scaling.memory import GIB
 from rlhfless.spec import RunSpec, Transport
 from rlhfless.spec.errors import Problem
 from rlhfless.util.folders import in_memory
-from rlhfless.util.free_memory import free_bytes
+from rlhfless.util.host import free_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -48,8 +48,7 @@ from rlhfless.records.schema import (
     write_part,
     write_whole,
 )
-from rlhfless.util.redaction import redacted
-from rlhfless.util.text import parsed_json, storable, storable_values
+from rlhfless.util.text import parsed_json, redacted, storable, storable_values
 
 META_FILE = "meta.json"
 
@@ -65,7 +64,7 @@ class TraceMeta:
     spec: Mapping[str, Any]
     """The RunSpec as JSON values."""
     machine: Mapping[str, Any]
-    """See `describe_machine`."""
+    """See rlhfless.util.host.describe_machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +119,10 @@ class Trace:
     """Empty unless tokens were recorded. Each attempt writes its own rows."""
 
 
-def describe_machine() -> dict[str, Any]:
-    """Describe this process's machine."""
-    return {
-        "host": platform.node(),
-        "system": platform.system(),
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        "cpu_cores": os.cpu_count(),
-    }
+_TABLE = {Holding: "holdings", Invocation: "invocations", StepRecord: "steps", Decision: "decisions"}
 
 
-class TraceWriter:
+class TraceWriter(AbstractContextManager["TraceWriter"]):
     """Appends to the trace in `folder`, created if missing. Only `flush` converts and writes rows, so a step does not
     wait.
 
@@ -156,11 +147,9 @@ class TraceWriter:
         text = json.dumps(redacted({"trace_version": TRACE_VERSION, **asdict(meta)}), indent=2)
         write_whole(self._folder / META_FILE, text.encode())
 
-    def add_holding(self, holding: Holding) -> None:
-        self._add("holdings", holding)
-
-    def add_invocation(self, invocation: Invocation) -> None:
-        self._add("invocations", invocation)
+    def add(self, record: Holding | Invocation | StepRecord | Decision) -> None:
+        """Add a record that is a row as it is."""
+        self._add(_TABLE[type(record)], record)
 
     def add_prompt(self, prompt: Prompt) -> None:
         """Add a prompt once, if tokens are recorded."""
@@ -192,12 +181,6 @@ class TraceWriter:
         self._add("rollouts", (traced, rollout if self._record_tokens else None))
         return traced
 
-    def add_step(self, record: StepRecord) -> None:
-        self._add("steps", record)
-
-    def add_decision(self, decision: Decision) -> None:
-        self._add("decisions", decision)
-
     def flush(self, step: int) -> None:
         """Write all records added so far. `step` only names the parts. Records that could not be written (OSError) stay
         for the next flush."""
@@ -214,9 +197,6 @@ class TraceWriter:
         if not self._closed:
             self.flush(self._step)
             self._closed = True
-
-    def __enter__(self) -> TraceWriter:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -245,10 +225,6 @@ def _prompt_row(prompt: Prompt) -> tuple[Any, ...]:
     return storable(prompt.prompt_id), prompt.source, storable(prompt.text), tokens, columns
 
 
-def _step_row(record: StepRecord) -> tuple[Any, ...]:
-    return record.step, record.start_s, record.end_s, list(record.metrics.items())
-
-
 def _decision_row(decision: Decision) -> tuple[Any, ...]:
     inputs = json.dumps(decision.inputs, sort_keys=True)
     return decision.step, decision.at_s, decision.kind, decision.choice, inputs
@@ -259,7 +235,7 @@ _ROW: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
     "invocations": attrgetter(*TABLES["invocations"].names),
     "prompts": _prompt_row,
     "rollouts": _rollout_row,
-    "steps": _step_row,
+    "steps": lambda record: (record.step, record.start_s, record.end_s, list(record.metrics.items())),
     "decisions": _decision_row,
 }
 
@@ -284,10 +260,13 @@ def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
         meta=meta,
         holdings=tuple(holding_of(row) for row in rows["holdings"]),
         invocations=tuple(_invocation(row) for row in rows["invocations"]),
-        prompts=tuple(_prompt(row) for row in rows["prompts"]),
+        prompts=tuple(
+            TracedPrompt(**(row | {"token_ids": tuple(row["token_ids"]), "columns": json.loads(row["columns"])}))
+            for row in rows["prompts"]
+        ),
         rollouts=tuple(_rollout(row) for row in rows["rollouts"]),
         steps=tuple(StepRecord(**row) for row in rows["steps"]),
-        decisions=tuple(_decision(row) for row in rows["decisions"]),
+        decisions=tuple(Decision(**(row | {"inputs": json.loads(row["inputs"])})) for row in rows["decisions"]),
     )
 
 
@@ -368,10 +347,6 @@ def _invocation(row: dict[str, Any]) -> Invocation:
     return Invocation(**(row | {"work": Work(row["work"])} | by_place))
 
 
-def _prompt(row: dict[str, Any]) -> TracedPrompt:
-    return TracedPrompt(**(row | {"token_ids": tuple(row["token_ids"]), "columns": json.loads(row["columns"])}))
-
-
 def _rollout(row: dict[str, Any]) -> TracedRollout:
     typed = {
         "finish_reason": FinishReason(row["finish_reason"]),
@@ -380,10 +355,6 @@ def _rollout(row: dict[str, Any]) -> TracedRollout:
         "logprobs": None if row["logprobs"] is None else tuple(row["logprobs"]),
     }
     return TracedRollout(**(row | typed))
-
-
-def _decision(row: dict[str, Any]) -> Decision:
-    return Decision(**(row | {"inputs": json.loads(row["inputs"])}))
 
 
 # -- comparison

@@ -17,8 +17,7 @@ from rlhfless.records import FinishReason, Prompt
 from rlhfless.records.fields import MissingField, field_value
 from rlhfless.spec import CodeSpec, JsonSchemaSpec, MathSpec, PythonRewardSpec
 from rlhfless.util.errors import UserError
-from rlhfless.util.redaction import redacted_text
-from rlhfless.util.text import legible
+from rlhfless.util.text import legible, redacted_text
 
 # Number of characters that a message quotes.
 _QUOTED_CHARS = 60

@@ -4,3 +4,18 @@ The checks (`report.CHECKS`) run in order on a subject (`subject`): the bundled 
 outcome with its measurements. The checks call the parts of a real run: engine, learner ranks, store, memory plan. They
 add no mechanism, and `rlhfless plan --measured` plans with their measurements (`report`).
 """
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.spec import RunSpec
+
+
+def serve_rank(end: Connection, spec: RunSpec, binding: DeviceBinding, rank: int, ranks: int, meeting: str) -> None:
+    """Bind the devices of a rank's process, then serve. The devices must be bound before torch is imported."""
+    binding.bind()
+    from rlhfless.selftest import rank_work
+
+    rank_work.serve(end, spec, rank, ranks, meeting)

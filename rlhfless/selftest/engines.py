@@ -18,9 +18,8 @@ from rlhfless.functions.generation.vllm.arguments import is_eager
 from rlhfless.planning.inputs import shared_kv_bytes
 from rlhfless.records import PublishedWeights
 from rlhfless.selftest import rank_work
-from rlhfless.selftest.check import Measured, NotHere, Wrong, check
+from rlhfless.selftest.check import Measured, NotHere, Subject, Wrong, check
 from rlhfless.selftest.ranks import RankProcesses, up, visible
-from rlhfless.selftest.subject import Subject
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import (
     MEAN_TOLERANCE,
@@ -172,12 +171,6 @@ def start(subject: Subject) -> Measured:
     return measured
 
 
-def _tolerance(subject: Subject) -> float:
-    spec = subject.spec
-    layers = subject.asked.shape.layers
-    return spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, layers, spec.generation.quantization)
-
-
 @check(
     "probe",
     "raise weights.probe_tolerance if all tensors were read back, and report it with this file",
@@ -196,13 +189,15 @@ def probe(subject: Subject) -> Measured:
 
 def loaded(subject: Subject, engines: Engines) -> dict[str, Any]:
     """Load the published weights and compare the probe."""
-    return compared(subject, *engines.load(subject.results["published"]))
+    return check_probe(subject, *engines.load(subject.results["published"]))
 
 
-def compared(subject: Subject, report: LoadReport, logprobs: tuple[float, ...]) -> dict[str, Any]:
+def check_probe(subject: Subject, report: LoadReport, logprobs: tuple[float, ...]) -> dict[str, Any]:
     """Compare the probe's logprobs after a load with the learner's. Raises Wrong if they differ too much."""
-    weights = subject.results["published"]
-    allowed = allowed_difference(weights.probe, _tolerance(subject))
+    weights, spec = subject.results["published"], subject.spec
+    layers, quantization = subject.asked.shape.layers, spec.generation.quantization
+    tolerance = spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, layers, quantization)
+    allowed = allowed_difference(weights.probe, tolerance)
     measured = {
         "largest_share": largest_difference(logprobs, weights.probe.logprobs) / allowed,
         "mean_share": mean_difference(logprobs, weights.probe.logprobs) / (MEAN_TOLERANCE * allowed),

@@ -20,8 +20,7 @@ from rlhfless.functions.devices import require_cuda
 from rlhfless.planning.host_memory import Needed, room_at, room_problems, store_base
 from rlhfless.scaling.memory import GIB, stored_versions, version_bytes
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.selftest.check import Measured, Wrong, check
-from rlhfless.selftest.subject import Subject
+from rlhfless.selftest.check import Measured, Subject, Wrong, check
 from rlhfless.weights.digest import digest_of
 from rlhfless.weights.files import TensorStream, write_file
 from rlhfless.weights.http import HttpStore, HttpStoreServer

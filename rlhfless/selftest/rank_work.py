@@ -30,7 +30,7 @@ from rlhfless.spec import LearnerSpec, RunSpec
 from rlhfless.weights.store import FolderStore
 
 if TYPE_CHECKING:
-    from rlhfless.selftest.subject import Subject
+    from rlhfless.selftest.check import Subject
 
 PROMPTS, SAMPLES = 4, 4
 LONGEST_TOKENS = 1024

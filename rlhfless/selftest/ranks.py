@@ -13,9 +13,8 @@ from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.kinds import LEARNER
 from rlhfless.planning.inputs import planned
 from rlhfless.scaling.memory import GIB
-from rlhfless.selftest import rank_process, rank_work
-from rlhfless.selftest.check import Measured, NotHere, Wrong, check
-from rlhfless.selftest.subject import Subject
+from rlhfless.selftest import rank_work, serve_rank
+from rlhfless.selftest.check import Measured, NotHere, Subject, Wrong, check
 from rlhfless.spec import RunSpec
 
 STOP_S = 20.0
@@ -43,7 +42,7 @@ class RankProcesses:
         for rank in range(count):
             ours, theirs = context.Pipe()
             arguments = (theirs, spec, _binding(subject, rank), rank, count, meeting)
-            process = context.Process(target=rank_process.begin, args=arguments, daemon=True)
+            process = context.Process(target=serve_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._ends.append(ours)
@@ -213,19 +212,15 @@ def peak(subject: Subject) -> Measured:
         spec, held = _changed(spec, ranks=len(up(subject).about)), subject.results["held_bytes"]
     else:
         rows = max(spec.learner.pass_tokens // tokens, 1)
-        tokens, held = rows * tokens, _rehearsed(subject, rows, tokens)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # a process without a process group
+            arguments = (spec.model.path, spec.learner, rows, tokens)
+            rehearsed = pool.apply_async(rank_work.rehearsed_peak, arguments)
+            tokens, held = rows * tokens, rehearsed.get(spec.timeouts.start_s)
     phases = planned(spec, subject.asked.shape, subject.kind, tokens)[LEARNER.name]
     measured = {"held_gib": held / GIB, "planned_gib": phases["learn"] / GIB, "share": held / phases["learn"]}
     if measured["share"] > PEAK_OVER_PLAN:
         raise Wrong("a step holds more than its plan", **measured)
     return measured
-
-
-def _rehearsed(subject: Subject, rows: int, tokens: int) -> int:
-    """Return the bytes of a rehearsed step, run in a process without a process group."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        arguments = (subject.spec.model.path, subject.spec.learner, rows, tokens)
-        return pool.apply_async(rank_work.rehearsed_peak, arguments).get(subject.spec.timeouts.start_s)
 
 
 @check("offload", "leave learner.offload at false, and report it with this file", gpus=1)

@@ -16,14 +16,13 @@ from rlhfless.orchestrator.live_fleet import EngineStarts
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.prediction import Lengths, lengths_of
 from rlhfless.planning.run_plan import Planner
-from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
-from rlhfless.selftest import engines, machine, rank_work, ranks, sleeping, steps
-from rlhfless.selftest.check import CheckOutcome, outcomes
-from rlhfless.selftest.subject import BUNDLED, Subject, opened
+from rlhfless.selftest import engines, machine, rank_work, ranks, steps
+from rlhfless.selftest.check import BUNDLED, CheckOutcome, Subject, opened, outcomes
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit, TurnFit
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
+from rlhfless.util.host import describe_machine
 
 CHECKS = (
     machine.driver,
@@ -40,13 +39,13 @@ CHECKS = (
     ranks.head,
     ranks.compiled,
     ranks.peak,
-    sleeping.learner,
+    steps.learner_asleep,
     engines.start,
     engines.probe,
     engines.speed,
     steps.step,
     engines.moved,
-    sleeping.engine,
+    steps.engine_asleep,
     engines.restart,
     engines.other_order,
     engines.two_devices,
@@ -144,7 +143,7 @@ def latency_at(subject: Subject, lengths: Lengths) -> LatencyFile:
         call_s=0.0,
         load_weights_s=results["load_s"],
         start_s=sum(results["start"].values()),
-        turns={name: TurnFit(**seconds) for name, seconds in results.get(sleeping.TURNS, {}).items()},
+        turns={name: TurnFit(**seconds) for name, seconds in results.get(steps.TURNS, {}).items()},
         group_s=0.0,
         learn=LineFit(fixed_s=0.0, token_s=learn_s),
         evaluate=LineFit(fixed_s=0.0, token_s=FORWARD_SHARE * learn_s),
@@ -173,7 +172,8 @@ def measured_latency(path: Path, asked: Question) -> LatencyFile:
         raise InputError("--measured", [Problem("", what, "make one: `rlhfless selftest SPEC --out FILE`")]) from error
     wanted = (asked.spec.model.path, asked.sheet.kind)
     if wanted not in setups:
-        what = f"it measured {_shown(setups)}, and the plan is for {wanted[0]} on {wanted[1]}"
+        found = ", ".join(f"{model} on {kind}" for model, kind in setups) or "no speed"
+        what = f"it measured {found}, and the plan is for {wanted[0]} on {wanted[1]}"
         hint = "run `rlhfless selftest` with this spec, on such a device"
         raise InputError("--measured", [Problem("", what, hint)])
     values = dict(measured[setups.index(wanted)]["latency"])
@@ -181,7 +181,3 @@ def measured_latency(path: Path, asked: Question) -> LatencyFile:
     for stage in ("learn", "evaluate"):
         values[stage] = values[stage] | {"token_s": values[stage]["token_s"] * share}
     return LatencyFile.model_validate(values)
-
-
-def _shown(value: list[tuple[str, str]]) -> str:
-    return ", ".join(f"{model} on {kind}" for model, kind in value) or "no speed"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import models, several
-from rlhfless.util.redaction import user_in
+from rlhfless.util.text import user_in
 
 MOST_PROCESSES = 4096
 """Maximum replicas, ranks, devices or workers of one function. The driver keeps an object and a connection for each."""

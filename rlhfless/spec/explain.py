@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from rlhfless.spec.document import Path, dotted
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.removed import removed_problems
-from rlhfless.util.redaction import redacted
+from rlhfless.util.text import redacted
 
 # Longest value quoted in a message.
 _MAX_QUOTE = 80

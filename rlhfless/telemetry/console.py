@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, TextIO, cast
 
 from rich.console import Group, RenderableType
@@ -26,10 +25,8 @@ from rich.text import Text
 
 from rlhfless.records import in_order
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
-from rlhfless.telemetry.lasting import LastingStream
-from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.sinks import NO_SAMPLES
-from rlhfless.telemetry.terminal import Terminal
+from rlhfless.telemetry.terminal import LastingStream, Terminal, clock, count, decimal, money
 from rlhfless.util.text import legible, tolerant
 
 # Steps shown in the table, and averaged to estimate the remaining time.
@@ -180,7 +177,7 @@ class Console:
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
             *(f"{name} {decimal(values.get(metric))}" for name, metric in _figures(values).items()),
             f"response {count(values.get('response_tokens_mean'))} mean {count(values.get('response_tokens_max'))} max",
-            *(() if _draws_nothing(values) else (f"{count(values.get('generation_tokens_per_s'))} tokens/s",)),
+            *(() if _is_supervised(values) else (f"{count(values.get('generation_tokens_per_s'))} tokens/s",)),
             f"{decimal(values.get('step_s'), 1)} s" + _recovered(values),
             money(values.get("cost_usd")),
             "left " + (clock(left_s) if left_s is not None else "?"),
@@ -217,21 +214,13 @@ class Console:
 
     def _table(self) -> Table:
         newest = self._recent[-1][1]
-        columns: dict[str, Callable[[Mapping[str, float]], str]] = {
-            name: partial(_decimal_of, metric) for name, metric in _figures(newest).items()
-        }
-        columns |= {
-            "response": lambda values: count(values.get("response_tokens_mean")),
-            "longest": lambda values: count(values.get("response_tokens_max")),
-        }
-        if not _draws_nothing(newest):
-            columns["tokens/s"] = lambda values: count(values.get("generation_tokens_per_s"))
-        columns |= {
-            "step s": lambda values: decimal(values.get("step_s"), 1),
-            "overhead s": lambda values: decimal(values.get("overhead_s"), 1),
-        }
+        columns = {name: _cell(metric) for name, metric in _figures(newest).items()}
+        columns |= {"response": _cell("response_tokens_mean", None), "longest": _cell("response_tokens_max", None)}
+        if not _is_supervised(newest):
+            columns["tokens/s"] = _cell("generation_tokens_per_s", None)
+        columns |= {"step s": _cell("step_s", 1), "overhead s": _cell("overhead_s", 1)}
         if any(_recovered(values) for _, values in self._recent):
-            columns["recovery s"] = lambda values: decimal(values.get("recovery_s"), 1)
+            columns["recovery s"] = _cell("recovery_s", 1)
         if self._terminal.width >= _WIDE and any(_prompts(values) for _, values in self._recent):
             columns["prompts computed"] = _prompts
         columns["cost"] = lambda values: money(values.get("cost_usd"))
@@ -251,21 +240,22 @@ class Console:
         return Text("held-out  " + "   ".join(figures))
 
 
-def _draws_nothing(values: Mapping[str, float]) -> bool:
+def _is_supervised(values: Mapping[str, float]) -> bool:
     """Return whether a step learned from written responses."""
     return "loss" in values and "reward_mean" not in values
 
 
 def _figures(values: Mapping[str, float]) -> dict[str, str]:
     """Return the console metrics by display label."""
-    if not _draws_nothing(values):
+    if not _is_supervised(values):
         return {"reward": "reward_mean"}
     pairs = {"accuracy": "preference_accuracy"} if "preference_accuracy" in values else {}
     return {"loss": "loss"} | pairs
 
 
-def _decimal_of(metric: str, values: Mapping[str, float]) -> str:
-    return decimal(values.get(metric))
+def _cell(metric: str, digits: int | None = 3) -> Callable[[Mapping[str, float]], str]:
+    """Return a function that formats a step's value of the metric; as a count if `digits` is None."""
+    return lambda values: count(values.get(metric)) if digits is None else decimal(values.get(metric), digits)
 
 
 def _prompts(values: Mapping[str, float]) -> str:

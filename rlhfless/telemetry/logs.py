@@ -11,12 +11,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rlhfless.util.redaction import redacted_text
-from rlhfless.util.text import legible
+from rlhfless.util.text import legible, redacted_text
 
 LOG_FILE = "run.log"
 
-_FILE_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(run_id)s %(name)s: %(message)s"
+_FILE_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s {run_id} %(name)s: %(message)s"
 _DATE_FORMAT = "%Y-%m-%dT%H:%M:%S"
 _TERMINAL_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
@@ -27,22 +26,21 @@ class RunLog:
     Opens `folder`/run.log for appending; a resumed run continues in the same file.
     """
 
-    def __init__(self, folder: Path, run_id: str, level: int = logging.INFO) -> None:
+    def __init__(self, folder: Path, run_id: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_FILE
         to_file = logging.FileHandler(self.path, encoding="utf-8")
-        utc = _Legible(_FILE_FORMAT, _DATE_FORMAT)
+        utc = _Legible(_FILE_FORMAT.format(run_id=run_id.replace("%", "%%")), _DATE_FORMAT)
         utc.converter = time.gmtime
         to_file.setFormatter(utc)
         to_terminal = _StderrHandler(logging.WARNING)
         to_terminal.setFormatter(_Legible(_TERMINAL_FORMAT))
         self._handlers: tuple[logging.Handler, ...] = (to_file, to_terminal)
         for handler in self._handlers:
-            handler.addFilter(_RunId(run_id))
             logging.getLogger().addHandler(handler)
         self._ours = logging.getLogger("rlhfless")
         self._level_before = self._ours.level
-        self._ours.setLevel(level)
+        self._ours.setLevel(logging.INFO)
         logging.captureWarnings(True)
 
     def close(self) -> None:
@@ -59,16 +57,6 @@ class _Legible(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted_text(legible(super().format(record)))
-
-
-class _RunId(logging.Filter):
-    def __init__(self, run_id: str) -> None:
-        super().__init__()
-        self._run_id = run_id
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.run_id = self._run_id
-        return True
 
 
 class _StderrHandler(logging.Handler):

@@ -7,7 +7,7 @@ such as `reward/<part>`. Emitters normalise values; a sink never averages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -72,130 +72,120 @@ class UndeclaredMetric(ValueError):
         super().__init__(f"metric {name!r} is not declared; {nearest}{hint}")
 
 
-def _table(metrics: Iterable[Metric]) -> Mapping[str, Metric]:
-    return MappingProxyType({metric.name: metric for metric in metrics})
-
-
 _S, _TOKENS, _RATIO, _NATS = Unit.SECONDS, Unit.TOKENS, Unit.RATIO, Unit.NATS
 
-METRICS = _table(
-    [
-        # Rewards and responses
-        Metric("reward_mean", Unit.NONE, "Mean reward of the step's rollouts"),
-        Metric("reward_std", Unit.NONE, "Standard deviation of the reward over the step's rollouts"),
-        Metric("reward", Unit.NONE, "Mean of one part of the reward, before its weight", label="part"),
-        Metric("failed_rewards", Unit.NONE, "Samples of the step with a reward that failed"),
-        Metric("eval", Unit.NONE, "A figure of the evaluation on held-out prompts", label="name"),
-        Metric("groups_without_signal", _RATIO, "Groups in which no two rewards differ; failed ones do not count"),
-        Metric("redrawn_groups", Unit.NONE, "Groups generated to replace groups without signal"),
-        Metric("deferred_groups", Unit.NONE, "Groups that the step started and deferred to later steps"),
-        Metric("resumed_samples", Unit.NONE, "Samples that an earlier step deferred and this one resumes"),
-        Metric("resumed_tokens", _TOKENS, "Tokens that resumed samples already had; their KV is recomputed"),
-        Metric("kl_coefficient", Unit.NONE, "Weight of the KL in the reward, where it follows a target"),
-        Metric("prompt_tokens_mean", _TOKENS, "Mean prompt length"),
-        Metric("response_tokens", _TOKENS, "Response lengths", Kind.HISTOGRAM),
-        Metric("response_tokens_mean", _TOKENS, "Mean response length"),
-        Metric("response_tokens_max", _TOKENS, "Longest response"),
-        Metric("truncated", _RATIO, "Responses that were cut off at the longest length"),
-        Metric("cached_prompt_tokens", _RATIO, "Prompt tokens whose KV came from the prefix cache"),
-        Metric(
-            "prompt_tokens_computed", _TOKENS, "Prompt tokens of the step that a function computed", label="function"
-        ),
-        Metric(
-            "prompt_tokens_unique",
-            _TOKENS,
-            "Prompt tokens of a function's samples, each shared prefix once: the least that it can compute",
-            label="function",
-        ),
-        Metric("prefix_tokens_evicted", _TOKENS, "Prompt tokens computed again: engines had given their KV away"),
-        Metric("drafted_tokens", _TOKENS, "Tokens that engines drafted and verified"),
-        Metric("accepted_tokens", _TOKENS, "Drafted tokens that are in responses"),
-        Metric("draft_s", _S, "Time in which engines looked for drafts, of all engines"),
-        Metric("verify_s", _S, "Time of passes that verified drafts, of all engines"),
-        Metric("draft_acceptance", _RATIO, "Drafts that were accepted, of those at a place of a pass", label="place"),
-        # Time and money
-        Metric("step_s", _S, "Wall time of the step"),
-        Metric("overhead_s", _S, "Wall time of the step in which no function worked"),
-        Metric("recovery_s", _S, "Wall time of the step before its successful try; in no other metric"),
-        Metric("generation_s", _S, "Wall time in which generation worked"),
-        Metric("scoring_s", _S, "Wall time in which scoring and reward models worked"),
-        Metric("reference_s", _S, "Wall time in which the reference worked"),
-        Metric("critic_s", _S, "Wall time in which the critic computed values or learned"),
-        Metric("columns_s", _S, "Wall time in which functions of your own computed columns or learned"),
-        Metric("learn_s", _S, "Wall time in which the learner learned or evaluated"),
-        Metric("sync_s", _S, "Wall time in which weights were published and loaded"),
-        Metric("checkpoint_s", _S, "Wall time in which a checkpoint was written"),
-        Metric("generation_tokens_per_s", Unit.TOKENS_PER_SECOND, "Response tokens per second of generation"),
-        Metric("cost_usd", Unit.USD, "Cost of all holdings so far", Kind.COUNTER),
-        # The fleet
-        Metric("actors", Unit.NONE, "Generation actors that took part in the step"),
-        Metric("actors_wanted", Unit.NONE, "Generation actors that got work at the start of the step"),
-        Metric("moved_samples", Unit.NONE, "Samples that the scaling policy moved from one actor to another"),
-        Metric(
-            "replayed_tokens",
-            _TOKENS,
-            "Tokens of migrated samples that the new engine generated again to compare",
-        ),
-        Metric("replayed_tokens_differ", _TOKENS, "Replayed tokens that differ from the first engine's"),
-        Metric("replayed_logprob_difference_max", _NATS, "Largest difference of logprobs among equal replayed tokens"),
-        Metric("planned_generation_s", _S, "Predicted wall time of generation, by the policy's plan; see generation_s"),
-        Metric("policy_faults", Unit.NONE, "Failures of the scaling policy so far; see docs/faults.md", Kind.COUNTER),
-        Metric("host_busy_cores", Unit.NONE, "CPU cores of the driver's machine that were busy during generation"),
-        Metric("cold_starts", Unit.NONE, "Cold starts so far, of all functions", Kind.COUNTER),
-        # The learner
-        Metric("loss", Unit.NONE, "Loss, with KL and entropy if they are part of it"),
-        Metric("policy_loss", Unit.NONE, "Policy loss, without KL and entropy"),
-        Metric("preference_accuracy", _RATIO, "Pairs whose chosen response has the higher reward; ties count one half"),
-        Metric("preference_margin", Unit.NONE, "Reward of the chosen response, less that of the rejected one"),
-        Metric("chosen_reward", Unit.NONE, "Mean reward of chosen responses, by the model that is trained"),
-        Metric("rejected_reward", Unit.NONE, "Mean reward of rejected responses, by the model that is trained"),
-        Metric("learning_rate", Unit.NONE, "Learning rate, mean over the optimiser steps"),
-        Metric("gradient_norm", Unit.NONE, "Norm of the gradient before it is clipped, mean over the optimiser steps"),
-        Metric("gradient_norm_max", Unit.NONE, "Largest norm of the gradient of an optimiser step"),
-        Metric("skipped_updates", Unit.NONE, "Optimiser steps left out because the gradient was not finite"),
-        Metric("critic_learning_rate", Unit.NONE, "learning_rate of the critic"),
-        Metric("critic_gradient_norm", Unit.NONE, "gradient_norm of the critic"),
-        Metric("critic_gradient_norm_max", Unit.NONE, "gradient_norm_max of the critic"),
-        Metric("critic_skipped_updates", Unit.NONE, "skipped_updates of the critic"),
-        Metric("algorithm", Unit.NONE, "A figure that a user's own algorithm reports with its loss", label="name"),
-        Metric("entropy", _NATS, "Mean entropy of the policy over response tokens"),
-        Metric("ratio", Unit.NONE, "Mean probability ratio, current to old policy"),
-        Metric("clipped_low", _RATIO, "Tokens without gradient because of the lower clip"),
-        Metric("clipped_high", _RATIO, "Tokens without gradient because of the upper clip"),
-        Metric("clipped_dual", _RATIO, "Tokens without gradient because of the dual clip"),
-        Metric("bounded_low", _RATIO, "Tokens whose ratio is the lower bound of the weight instead, with its gradient"),
-        Metric(
-            "bounded_high", _RATIO, "Tokens whose ratio is the upper bound of the weight instead, with its gradient"
-        ),
-        Metric("old_kl", _NATS, "KL divergence of the current from the old policy, per token"),
-        Metric("reference_kl", _NATS, "KL divergence of the current policy from the reference, per token"),
-        Metric("importance_weight", Unit.NONE, "Mean importance weight of a token, old policy to engine, unbounded"),
-        Metric("importance_weight_max", Unit.NONE, "Largest importance weight of a token, unbounded"),
-        Metric("importance_outside", _RATIO, "Tokens whose importance weight is truncated or masked"),
-        Metric("rejected", _RATIO, "Tokens that the off-policy rejection leaves out"),
-        Metric("rollout_kl", _NATS, "KL divergence of the engine's from the old policy, per token"),
-        Metric("sequence_log_ratio_max", _NATS, "Largest |log ratio| of a sequence, old policy to engine"),
-        Metric(
-            "geometric_log_ratio_max", _NATS, "Largest |mean log ratio| of a sequence's tokens, old policy to engine"
-        ),
-        Metric("value_loss", Unit.NONE, "Loss of the critic"),
-        Metric("value_clipped", _RATIO, "Tokens whose value the clip keeps from moving further"),
-        Metric("explained_variance", Unit.NONE, "Variance of the returns that the critic explains: 1 is all of it"),
-        Metric("rollout_logprob_difference", _NATS, "Mean |learner - engine| logprob of the sampled tokens"),
-        Metric("staleness_mean", Unit.NONE, "Versions that a token's weights were behind the learner's, mean"),
-        Metric("staleness_max", Unit.NONE, "Versions that a token's weights were behind the learner's, at most"),
-        Metric(
-            "tokens_by_staleness",
-            _RATIO,
-            "Tokens by how many versions their weights lag",
-            label="versions",
-        ),
-        Metric("importance_weight_by_staleness", Unit.NONE, "importance_weight of these tokens", label="versions"),
-        Metric("rollout_kl_by_staleness", _NATS, "rollout_kl of these tokens", label="versions"),
-        Metric("clipped_by_staleness", _RATIO, "clipped_low and clipped_high of these tokens", label="versions"),
-        Metric("rollout_logprob_difference_max", _NATS, "Largest |learner - engine| logprob"),
-    ]
-)
+_DECLARED = [
+    # Rewards and responses
+    Metric("reward_mean", Unit.NONE, "Mean reward of the step's rollouts"),
+    Metric("reward_std", Unit.NONE, "Standard deviation of the reward over the step's rollouts"),
+    Metric("reward", Unit.NONE, "Mean of one part of the reward, before its weight", label="part"),
+    Metric("failed_rewards", Unit.NONE, "Samples of the step with a reward that failed"),
+    Metric("eval", Unit.NONE, "A figure of the evaluation on held-out prompts", label="name"),
+    Metric("groups_without_signal", _RATIO, "Groups in which no two rewards differ; failed ones do not count"),
+    Metric("redrawn_groups", Unit.NONE, "Groups generated to replace groups without signal"),
+    Metric("deferred_groups", Unit.NONE, "Groups that the step started and deferred to later steps"),
+    Metric("resumed_samples", Unit.NONE, "Samples that an earlier step deferred and this one resumes"),
+    Metric("resumed_tokens", _TOKENS, "Tokens that resumed samples already had; their KV is recomputed"),
+    Metric("kl_coefficient", Unit.NONE, "Weight of the KL in the reward, where it follows a target"),
+    Metric("prompt_tokens_mean", _TOKENS, "Mean prompt length"),
+    Metric("response_tokens", _TOKENS, "Response lengths", Kind.HISTOGRAM),
+    Metric("response_tokens_mean", _TOKENS, "Mean response length"),
+    Metric("response_tokens_max", _TOKENS, "Longest response"),
+    Metric("truncated", _RATIO, "Responses that were cut off at the longest length"),
+    Metric("cached_prompt_tokens", _RATIO, "Prompt tokens whose KV came from the prefix cache"),
+    Metric("prompt_tokens_computed", _TOKENS, "Prompt tokens of the step that a function computed", label="function"),
+    Metric(
+        "prompt_tokens_unique",
+        _TOKENS,
+        "Prompt tokens of a function's samples, each shared prefix once: the least that it can compute",
+        label="function",
+    ),
+    Metric("prefix_tokens_evicted", _TOKENS, "Prompt tokens computed again: engines had given their KV away"),
+    Metric("drafted_tokens", _TOKENS, "Tokens that engines drafted and verified"),
+    Metric("accepted_tokens", _TOKENS, "Drafted tokens that are in responses"),
+    Metric("draft_s", _S, "Time in which engines looked for drafts, of all engines"),
+    Metric("verify_s", _S, "Time of passes that verified drafts, of all engines"),
+    Metric("draft_acceptance", _RATIO, "Drafts that were accepted, of those at a place of a pass", label="place"),
+    # Time and money
+    Metric("step_s", _S, "Wall time of the step"),
+    Metric("overhead_s", _S, "Wall time of the step in which no function worked"),
+    Metric("recovery_s", _S, "Wall time of the step before its successful try; in no other metric"),
+    Metric("generation_s", _S, "Wall time in which generation worked"),
+    Metric("scoring_s", _S, "Wall time in which scoring and reward models worked"),
+    Metric("reference_s", _S, "Wall time in which the reference worked"),
+    Metric("critic_s", _S, "Wall time in which the critic computed values or learned"),
+    Metric("columns_s", _S, "Wall time in which functions of your own computed columns or learned"),
+    Metric("learn_s", _S, "Wall time in which the learner learned or evaluated"),
+    Metric("sync_s", _S, "Wall time in which weights were published and loaded"),
+    Metric("checkpoint_s", _S, "Wall time in which a checkpoint was written"),
+    Metric("generation_tokens_per_s", Unit.TOKENS_PER_SECOND, "Response tokens per second of generation"),
+    Metric("cost_usd", Unit.USD, "Cost of all holdings so far", Kind.COUNTER),
+    # The fleet
+    Metric("actors", Unit.NONE, "Generation actors that took part in the step"),
+    Metric("actors_wanted", Unit.NONE, "Generation actors that got work at the start of the step"),
+    Metric("moved_samples", Unit.NONE, "Samples that the scaling policy moved from one actor to another"),
+    Metric(
+        "replayed_tokens",
+        _TOKENS,
+        "Tokens of migrated samples that the new engine generated again to compare",
+    ),
+    Metric("replayed_tokens_differ", _TOKENS, "Replayed tokens that differ from the first engine's"),
+    Metric("replayed_logprob_difference_max", _NATS, "Largest difference of logprobs among equal replayed tokens"),
+    Metric("planned_generation_s", _S, "Predicted wall time of generation, by the policy's plan; see generation_s"),
+    Metric("policy_faults", Unit.NONE, "Failures of the scaling policy so far; see docs/faults.md", Kind.COUNTER),
+    Metric("host_busy_cores", Unit.NONE, "CPU cores of the driver's machine that were busy during generation"),
+    Metric("cold_starts", Unit.NONE, "Cold starts so far, of all functions", Kind.COUNTER),
+    # The learner
+    Metric("loss", Unit.NONE, "Loss, with KL and entropy if they are part of it"),
+    Metric("policy_loss", Unit.NONE, "Policy loss, without KL and entropy"),
+    Metric("preference_accuracy", _RATIO, "Pairs whose chosen response has the higher reward; ties count one half"),
+    Metric("preference_margin", Unit.NONE, "Reward of the chosen response, less that of the rejected one"),
+    Metric("chosen_reward", Unit.NONE, "Mean reward of chosen responses, by the model that is trained"),
+    Metric("rejected_reward", Unit.NONE, "Mean reward of rejected responses, by the model that is trained"),
+    Metric("learning_rate", Unit.NONE, "Learning rate, mean over the optimiser steps"),
+    Metric("gradient_norm", Unit.NONE, "Norm of the gradient before it is clipped, mean over the optimiser steps"),
+    Metric("gradient_norm_max", Unit.NONE, "Largest norm of the gradient of an optimiser step"),
+    Metric("skipped_updates", Unit.NONE, "Optimiser steps left out because the gradient was not finite"),
+    Metric("critic_learning_rate", Unit.NONE, "learning_rate of the critic"),
+    Metric("critic_gradient_norm", Unit.NONE, "gradient_norm of the critic"),
+    Metric("critic_gradient_norm_max", Unit.NONE, "gradient_norm_max of the critic"),
+    Metric("critic_skipped_updates", Unit.NONE, "skipped_updates of the critic"),
+    Metric("algorithm", Unit.NONE, "A figure that a user's own algorithm reports with its loss", label="name"),
+    Metric("entropy", _NATS, "Mean entropy of the policy over response tokens"),
+    Metric("ratio", Unit.NONE, "Mean probability ratio, current to old policy"),
+    Metric("clipped_low", _RATIO, "Tokens without gradient because of the lower clip"),
+    Metric("clipped_high", _RATIO, "Tokens without gradient because of the upper clip"),
+    Metric("clipped_dual", _RATIO, "Tokens without gradient because of the dual clip"),
+    Metric("bounded_low", _RATIO, "Tokens whose ratio is the lower bound of the weight instead, with its gradient"),
+    Metric("bounded_high", _RATIO, "Tokens whose ratio is the upper bound of the weight instead, with its gradient"),
+    Metric("old_kl", _NATS, "KL divergence of the current from the old policy, per token"),
+    Metric("reference_kl", _NATS, "KL divergence of the current policy from the reference, per token"),
+    Metric("importance_weight", Unit.NONE, "Mean importance weight of a token, old policy to engine, unbounded"),
+    Metric("importance_weight_max", Unit.NONE, "Largest importance weight of a token, unbounded"),
+    Metric("importance_outside", _RATIO, "Tokens whose importance weight is truncated or masked"),
+    Metric("rejected", _RATIO, "Tokens that the off-policy rejection leaves out"),
+    Metric("rollout_kl", _NATS, "KL divergence of the engine's from the old policy, per token"),
+    Metric("sequence_log_ratio_max", _NATS, "Largest |log ratio| of a sequence, old policy to engine"),
+    Metric("geometric_log_ratio_max", _NATS, "Largest |mean log ratio| of a sequence's tokens, old policy to engine"),
+    Metric("value_loss", Unit.NONE, "Loss of the critic"),
+    Metric("value_clipped", _RATIO, "Tokens whose value the clip keeps from moving further"),
+    Metric("explained_variance", Unit.NONE, "Variance of the returns that the critic explains: 1 is all of it"),
+    Metric("rollout_logprob_difference", _NATS, "Mean |learner - engine| logprob of the sampled tokens"),
+    Metric("staleness_mean", Unit.NONE, "Versions that a token's weights were behind the learner's, mean"),
+    Metric("staleness_max", Unit.NONE, "Versions that a token's weights were behind the learner's, at most"),
+    Metric(
+        "tokens_by_staleness",
+        _RATIO,
+        "Tokens by how many versions their weights lag",
+        label="versions",
+    ),
+    Metric("importance_weight_by_staleness", Unit.NONE, "importance_weight of these tokens", label="versions"),
+    Metric("rollout_kl_by_staleness", _NATS, "rollout_kl of these tokens", label="versions"),
+    Metric("clipped_by_staleness", _RATIO, "clipped_low and clipped_high of these tokens", label="versions"),
+    Metric("rollout_logprob_difference_max", _NATS, "Largest |learner - engine| logprob"),
+]
+
+METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _DECLARED})
 """All metrics by name."""
 
 

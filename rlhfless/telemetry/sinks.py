@@ -1,4 +1,7 @@
-"""Destinations of metrics. A sink gets one emission per training step; `MetricSinks` validates it for all sinks."""
+"""Destinations of a run's metrics and progress.
+
+A sink gets one emission per training step; `MetricSinks` validates it for all sinks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Container, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -94,3 +97,26 @@ def _emissions_in(lines: str) -> set[tuple[int, bool]]:
 def finite(value: float) -> float | None:
     """Return the value, or None for NaN and infinity, which JSON cannot represent."""
     return float(value) if math.isfinite(value) else None
+
+
+# -- progress
+
+
+FOR_DEVICES = "waiting for devices"
+"""Prefix of a wait for granted devices. A service that knows the reason for the wait appends it."""
+
+
+class RunProgress(Protocol):
+    """The progress display of a run, on a terminal or in a service."""
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Show the awaited event within the block. For long waits, such as a start."""
+
+    def stage(self, what: str) -> AbstractContextManager[None]:
+        """Show a stage of a step within the block."""
+
+    def resumed(self, step: int, attempt: int, earlier_s: float) -> None:
+        """Announce, before anything starts, that the run resumes after `step`; earlier attempts took `earlier_s`."""
+
+    def show(self, content: str) -> None:
+        """Show a line."""

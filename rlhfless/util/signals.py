@@ -162,7 +162,7 @@ class OrderlyStop:
             _after(UNHEARD_S, self._break_off, threading.get_ident())
             self._in_loop(self._stop)
         elif self._count < AT_ONCE:
-            self._in_loop(lambda: self._say("stopping in order already; one more signal ends everything at once"))
+            self._in_loop(lambda: self._say("already shutting down; one more signal kills all processes at once"))
         else:
             self._end("stopped at once")
 
@@ -180,7 +180,7 @@ class OrderlyStop:
         assert self._first is not None
         if not self._heard.is_set():
             self._heard.set()
-            self._say(f"{signal.Signals(self._first).name}: stopping in order, for at most {self._grace_s:g} s")
+            self._say(f"{signal.Signals(self._first).name}: shutting down, for at most {self._grace_s:g} s")
 
     def _break_off(self, thread: int) -> None:
         """Raise CancelledError in the current computation of the event loop's thread, so that its task ends as if

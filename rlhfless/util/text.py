@@ -1,4 +1,4 @@
-"""Escapes external text so that every store accepts it and every log and terminal shows it.
+"""Escapes external text so that every store accepts it and every log and terminal shows it, and redacts secrets.
 
 A Python string may contain characters that UTF-8 cannot encode: a lone surrogate, as in a file name that is not UTF-8,
 or in truncated JSON escapes. Parquet, SQLite and UTF-8 files refuse it, so one such character in a reward's error would
@@ -12,6 +12,7 @@ import io
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 # NUL ends a text for SQLite's own functions and for every reader written in C.
@@ -85,3 +86,65 @@ def tolerant(stream: TextIO) -> TextIO:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+MOST_BYTES = 512 << 10
+"""Maximum bytes read from a file: a few thousand lines."""
+
+
+def tail(file: Path, lines: int) -> str:
+    """Return the last lines of a file, with control characters escaped; empty if the file does not exist."""
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, 2)
+            start = max(size - MOST_BYTES, 0)
+            stream.seek(start)
+            content = stream.read(MOST_BYTES)
+    except OSError:
+        return ""
+    text = legible(content.decode("utf-8", "replace").replace("\r\n", "\n"))
+    complete = text.splitlines()
+    if start:
+        complete = complete[1:]  # the first line is incomplete
+    return "".join(f"{line}\n" for line in complete[-lines:])
+
+
+# -- secrets: values of keys with secret names, and passwords in URLs
+
+
+HIDDEN = "***"
+
+_SECRET_KEY = re.compile(r"(?i)(^|_|-)(token|secret|password|passwd|api_?key|authorization|credentials?)s?$")
+_USER_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/?#'\"]+@")
+_SECRET_IN_QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:token|secret|password|signature|api_?key))=)[^&\s'\"]+")
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
+_OWN_KEY = re.compile(r"\brlk_[\w-]{8,}")
+
+
+def redacted(value: Any) -> Any:
+    """Return the value with its secrets replaced by ***."""
+    if isinstance(value, dict):
+        return {
+            key: HIDDEN if _is_secret(key, inner) else redacted(inner)
+            for key, inner in value.items()
+        }  # fmt: skip
+    if type(value) in (list, tuple):
+        return type(value)(map(redacted, value))
+    return redacted_text(value) if isinstance(value, str) else value
+
+
+def redacted_text(text: str) -> str:
+    """Return a text, such as a message or log lines, with its secrets replaced by ***."""
+    text = _USER_IN_URL.sub(rf"\1{HIDDEN}@", text)
+    text = _SECRET_IN_QUERY.sub(rf"\1{HIDDEN}", text)
+    return _OWN_KEY.sub(HIDDEN, _BEARER.sub(rf"\1{HIDDEN}", text))
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    # Counts of tokens are not secrets: max_tokens: 512, micro_batch_tokens: auto.
+    return isinstance(key, str) and isinstance(value, str) and value != "auto" and bool(_SECRET_KEY.search(key))
+
+
+def user_in(url: str) -> bool:
+    """Return whether a URL has a user or password before its host."""
+    return bool(_USER_IN_URL.match(url))

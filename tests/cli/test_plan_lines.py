@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless.cli.runs_tables import devices_lines, schedules_lines
+from rlhfless.cli.plan_tables import devices_lines, schedules_lines
 from rlhfless.planning.objects import PlannedCost, PlannedDevices, PlannedSchedule
 from rlhfless.planning.prediction import Lengths, Predicted
 from rlhfless.planning.run_plan import Planner

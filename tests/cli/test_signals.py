@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from fakes.repository import SCENARIOS
-from rlhfless.util import signals
 
 # What a run does with its signals: orderly work that `{work}` says, and a clean-up that `{clean_up}` says. It starts a
 # process that ignores SIGTERM, and that one another in a session of its own, as Ray, vLLM and reward workers do.
@@ -115,7 +114,7 @@ def test_the_first_signal_stops_in_order(number: int, code: int, tmp_path: Path)
         process.wait_for("working")
         process.send(number)
         assert process.ends() == code
-        assert f"{signal.Signals(number).name}: stopping in order, for at most 600 s" in process.text
+        assert f"{signal.Signals(number).name}: shutting down, for at most 600 s" in process.text
         assert process.text.split()[-3:] == ["cleaned", "up", "interrupted"]
         assert not (tmp_path / "removed").exists()
 
@@ -144,7 +143,7 @@ def test_a_run_under_nohup_goes_on(tmp_path: Path) -> None:
         process.send(signal.SIGHUP)
         (tmp_path / "go").touch()
         assert process.ends() == 0
-        assert "stopping" not in process.text
+        assert "shutting down" not in process.text
 
 
 def test_processes_of_rays_thread_outlive_a_closed_terminal(tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_a_second_signal_does_not_break_the_clean_up(tmp_path: Path) -> None:
         process.send(signal.SIGTERM)
         process.wait_for("cleaning")
         process.send(signal.SIGINT)
-        process.wait_for("one more signal ends everything at once")
+        process.wait_for("one more signal kills all processes at once")
         (tmp_path / "go").touch()
         assert process.ends() == 143
         assert "cleaned up" in process.text
@@ -190,7 +189,7 @@ def test_a_run_that_computes_without_end_is_broken_off(busy: str, tmp_path: Path
     with run(tmp_path, work=busy) as process:
         process.wait_for("working")
         process.send(signal.SIGTERM)
-        process.wait_for("SIGTERM: stopping in order")
+        process.wait_for("SIGTERM: shutting down")
         assert process.ends() == 143
         assert process.text.split()[-3:] == ["cleaned", "up", "interrupted"]
 
@@ -326,8 +325,3 @@ def test_workers_of_a_simulation_end_with_it(tmp_path: Path) -> None:
         assert "Traceback" not in process.text
         _, alive = psutil.wait_procs(workers, timeout=60)
         assert not alive
-
-
-def test_the_code_of_a_command_that_was_interrupted() -> None:
-    assert signals.exit_code() == 130
-    assert signals.Interrupted(signal.SIGTERM).exit_code == 143

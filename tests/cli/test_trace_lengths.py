@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from fakes.builders import traced
 from rlhfless.cli import main
-from rlhfless.cli.length_scores import score_forecasts
 from rlhfless.records import FinishReason, Rollout, Score
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
 from rlhfless.scaling.lengths import QUANTILE_LEVELS
+from rlhfless.scaling.lengths.quality import score_forecasts
 from rlhfless.scaling.lengths.recorded import pinball, samples_at, spearman
 
 MAX_TOKENS = 512

@@ -29,6 +29,7 @@ def refused(answer: httpx.Response) -> dict[str, Any]:
         (b"", JSON, "the body: is missing"),
         (b"{", JSON, "the body: is no JSON: "),
         (b"[]", JSON, "the body: []: should be a valid dictionary"),
+        (b'"x"', JSON, "the body: 'x': should be a valid dictionary"),
         (json.dumps(RUN).encode(), {"Content-Type": "text/plain"}, "send it with `Content-Type: application/json`"),
         (b'{"name": "\xff"}', JSON, "not UTF-8, or nested too deeply"),
         (b"[" * 100_000, JSON, "not UTF-8, or nested too deeply"),
@@ -128,8 +129,9 @@ def test_an_unknown_query_parameter_is_refused(shared_client: httpx.Client, path
 
 
 def test_what_is_not_there_is_named_with_where_to_look(client: httpx.Client) -> None:
-    answer = client.get("/v1/nothing")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    for path in ("runs/none", "runs/none/events", "nothing"):
+        answer = client.get(f"/v1/{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert answer.json()["error"]["message"] == "there is nothing at /v1/nothing; /openapi.json lists what there is"
     answer = client.put("/v1/runs")
     assert answer.status_code == 405

@@ -12,7 +12,7 @@ from fakes.fake_service import NoDrivers, begun_run
 from rlhfless.control.objects import DeviceWork
 from rlhfless.control.pods import PodWatch, leaving_of, pending_of, status_clause
 from rlhfless.control.service import HISTORY_S, DeviceHistory, Service
-from rlhfless.telemetry.progress import FOR_DEVICES
+from rlhfless.telemetry.sinks import FOR_DEVICES
 
 
 def worked(work: str, start_s: float, end_s: float, *devices: str) -> DeviceWork:

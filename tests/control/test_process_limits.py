@@ -16,14 +16,13 @@ from rlhfless.control.delivery import OUT_OF_MEMORY, DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.drivers import LOG_FILE, write_order
-from rlhfless.control.memory_limits import says_out_of_memory
+from rlhfless.control.process_limits import raise_priority, says_out_of_memory, service_threads
 from rlhfless.control.settings import ServiceSettings
-from rlhfless.control.thread_priority import raise_priority, service_threads
 from rlhfless.functions.devices import OutOfMemory
 
 FILLS = """
 import resource
-from rlhfless.control.memory_limits import limit_driver, use_reserve
+from rlhfless.control.process_limits import limit_driver, use_reserve
 limit_driver(0.25)
 try:
     filled = [{number} for number in range(2**31)]

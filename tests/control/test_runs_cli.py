@@ -65,7 +65,7 @@ def test_a_run_is_made_shown_steered_and_deleted(cli: Cli, spec: str, client: ht
         for _ in range(2):
             found = parsed(cli(*words, run["id"], "--json"))
             assert found["status"] == status or status == "validating"
-    assert "cancelled; its driver stops in order" in cli("events", run["id"]).stdout
+    assert "cancelled; its driver shuts down" in cli("events", run["id"]).stdout
     end(client, drivers, "cancelled")
     assert parsed(cli("show", "last", "--json"))["status"] == "cancelled"
     assert [one["id"] for one in parsed(cli("list", "--json", "--label", "team=a"))["data"]] == [run["id"]]

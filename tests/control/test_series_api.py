@@ -13,7 +13,7 @@ from fakes import filled_database as filled
 from fakes.fake_service import NoDrivers, served
 from rlhfless.control.service import Service
 from rlhfless.control.settings import ServiceSettings
-from rlhfless.util.tails import MOST_BYTES, tail
+from rlhfless.util.text import MOST_BYTES, tail
 
 RUN = f"/v1/runs/{filled.RUN_ID}"
 QUEUED = "/v1/runs/demo-20261123-102907-c3a855f0"

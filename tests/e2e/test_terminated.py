@@ -28,7 +28,7 @@ def test_a_run_that_is_terminated_is_resumed_with_the_same_samples(whole: Whole,
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(timeout=60) == 143, log.read_text()
     assert_nothing_is_left(left, tmp_path / "runs")
-    assert "SIGTERM: stopping in order, for at most 25 s" in log.read_text()
+    assert "SIGTERM: shutting down, for at most 25 s" in log.read_text()
     assert "rlhfless run --resume runs/" in log.read_text()
     assert "Traceback" not in log.read_text()
     folder = next((tmp_path / "runs").iterdir())

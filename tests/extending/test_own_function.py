@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from rlhfless.control.settings import ServiceSettings
-from rlhfless.control.spec_paths import code_problems
+from rlhfless.control.spec_admission import code_problems
 from rlhfless.fleet.each_node import targets
 from rlhfless.planning.memory_plan import memory_plan
 from rlhfless.records import FunctionName

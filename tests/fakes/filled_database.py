@@ -331,8 +331,8 @@ def add_events(session: Session, run: RunRow, rows: Sequence[Any]) -> None:
     """Add the run's events so far."""
     began = run.created_at
     told: list[tuple[float, str, str, str, dict[str, Any]]] = [
-        (began, "info", "status", "waiting for its turn", {"status": "queued", "before": None}),
-        (began + 1, "info", "status", "its driver starts", {"status": "validating", "before": "queued"}),
+        (began, "info", "status", "queued", {"status": "queued", "before": None}),
+        (began + 1, "info", "status", "starting its driver", {"status": "validating", "before": "queued"}),
         (began + 14, "info", "status", "waiting for devices", {"status": "provisioning", "before": "validating"}),
         (began + 15, "info", "message", "waiting for 7 x h200 for 5 s; 3 of 8 free", {}),
         (began + 58, "warning", "message", "the price of h200 is of 2026-11-21; see prices.yaml", {}),
@@ -440,14 +440,7 @@ def write_folder(folder: Path, run_id: str, now: float, critic: bool = False) ->
     meta = TraceMeta(run_id, 1, book.snapshot(), spec_of("math-grpo", 400), {"host": "node-1"})
     with TraceWriter(folder / "trace", meta, record_tokens=False) as trace:
         for record in records(now, critic=critic):
-            _ADD[type(record)](trace, record)
-
-
-_ADD: dict[type, Callable[[TraceWriter, Any], None]] = {
-    Holding: TraceWriter.add_holding,
-    Invocation: TraceWriter.add_invocation,
-    StepRecord: TraceWriter.add_step,
-}
+            trace.add(record)
 
 
 def records(now: float, steps: int = 8, critic: bool = False) -> list[Holding | Invocation | StepRecord]:
@@ -533,7 +526,7 @@ def fill_others(session: Session, folder: Path) -> None:
     rows = [
         run_row(folder, "code-ppo-20261123-101200-7d0e11c4", Status.PROVISIONING,
                 "waiting for 2 x h200 for 41 s; 1 of 8 free", created_at=now - 300),
-        run_row(folder, "demo-20261123-102907-c3a855f0", Status.QUEUED, "waiting for its turn",
+        run_row(folder, "demo-20261123-102907-c3a855f0", Status.QUEUED, "queued",
                 created_at=now - 30, steps=60, priority=5),
         run_row(folder, "safety-rm-20261122-181530-19b7d2e6", Status.PAUSED,
                 "paused: max_cost_usd: the run has cost 25.01 of 25.00 USD; raise it to resume",

@@ -88,13 +88,13 @@ def record(
     trace = simulation.close()
     with TraceWriter(folder, meta, record_tokens=False) as writer:
         for holding in trace.holdings:
-            writer.add_holding(_later(holding))
+            writer.add(_later(holding))
         for call in trace.invocations:
-            writer.add_invocation(_later(_told(call, batches)))
+            writer.add(_later(_told(call, batches)))
         for batch, generation in zip(batches, generations, strict=True):
             texts = {name: batch.tree.text(number) for number, name in enumerate(batch.prompt_ids)}
             if levels:
-                writer.add_decision(Decision(batch.step, EPOCH_S, PREFIXES, "shared", texts))
+                writer.add(Decision(batch.step, EPOCH_S, PREFIXES, "shared", texts))
             table = generation.progress.table
             for sample in range(batch.samples):
                 length, prompt = int(batch.response_tokens[sample]), int(table.prompt[sample])
@@ -114,10 +114,10 @@ def record(
                 )
                 writer.add_rollout(batch.step, rollout, Score(0.0, {}), prompt)
         for decision in trace.decisions:
-            writer.add_decision(replace(decision, at_s=EPOCH_S + decision.at_s))
+            writer.add(replace(decision, at_s=EPOCH_S + decision.at_s))
         for step in trace.steps:
             moved = replace(step, start_s=EPOCH_S + step.start_s, end_s=EPOCH_S + step.end_s)
-            writer.add_step(moved)
+            writer.add(moved)
     return folder
 
 

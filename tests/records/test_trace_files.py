@@ -33,7 +33,8 @@ from rlhfless.records import (
     traces,
 )
 from rlhfless.records.schema import NAME_KEY, TABLES, TRACE_VERSION, VERSION_KEY, TraceError
-from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine, newest_responses, read_tables, read_trace
+from rlhfless.records.traces import TraceMeta, TraceWriter, newest_responses, read_tables, read_trace
+from rlhfless.util.host import describe_machine
 
 META = TraceMeta(
     run_id="demo",
@@ -86,13 +87,13 @@ DECISION = Decision(1, 10.5, "plan", "2 actors", {"tokens": 10, "gap_s": 0.5, "w
 
 def write_one_of_each(folder: Path, record_tokens: bool = False, meta: TraceMeta = META) -> None:
     with TraceWriter(folder, meta, record_tokens) as writer:
-        writer.add_holding(HOLDING)
-        writer.add_invocation(INVOCATION)
+        writer.add(HOLDING)
+        writer.add(INVOCATION)
         writer.add_prompt(PROMPT)
         writer.add_rollout(1, ROLLOUT, SCORE, prompt_tokens=30)
         writer.add_prompt(PROMPT)
-        writer.add_step(STEP)
-        writer.add_decision(DECISION)
+        writer.add(STEP)
+        writer.add(DECISION)
         writer.flush(1)
 
 
@@ -160,10 +161,10 @@ def test_texts_are_kept_with_tokens_and_each_prompt_once(tmp_path: Path) -> None
 def test_every_flush_is_a_part_and_order_is_kept(tmp_path: Path) -> None:
     with TraceWriter(tmp_path, META, record_tokens=False) as writer:
         for step in range(1, 13):
-            writer.add_step(StepRecord(step, step, step + 1, {}))
+            writer.add(StepRecord(step, step, step + 1, {}))
             writer.flush(step)
             writer.flush(step)  # nothing new: no file
-        writer.add_step(StepRecord(13, 13, 14, {}))  # left to close()
+        writer.add(StepRecord(13, 13, 14, {}))  # left to close()
     assert len(list((tmp_path / "steps").iterdir())) == 13
     assert list((tmp_path / "rollouts").iterdir()) == []
     assert [step.step for step in read_trace(tmp_path).steps] == list(range(1, 14))
@@ -171,9 +172,9 @@ def test_every_flush_is_a_part_and_order_is_kept(tmp_path: Path) -> None:
 
 def test_what_was_flushed_outlives_the_writer_and_torn_files_are_ignored(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, META, record_tokens=False)
-    writer.add_step(STEP)
+    writer.add(STEP)
     writer.flush(1)
-    writer.add_step(STEP)  # never flushed: the process died here
+    writer.add(STEP)  # never flushed: the process died here
     (tmp_path / "steps" / "attempt001-step000002-000009.parquet.tmp").write_bytes(b"PAR1 torn")
     assert read_trace(tmp_path).steps == (STEP,)
 
@@ -183,7 +184,7 @@ def test_a_closed_writer_takes_nothing(tmp_path: Path) -> None:
     writer.close()
     writer.close()
     with pytest.raises(TraceError, match="closed"):
-        writer.add_step(STEP)
+        writer.add(STEP)
 
 
 def test_a_later_attempt_goes_on_in_the_same_folder(tmp_path: Path) -> None:
@@ -327,8 +328,8 @@ def test_a_step_that_is_read_is_whole_while_the_run_goes_on(tmp_path: Path, monk
             nonlocal begun
             begun += 1
             writer.add_rollout(begun, ROLLOUT, SCORE, prompt_tokens=30)
-            writer.add_decision(replace(DECISION, step=begun))
-            writer.add_step(replace(STEP, step=begun))
+            writer.add(replace(DECISION, step=begun))
+            writer.add(replace(STEP, step=begun))
             writer.flush(begun)
 
         def read(folder: Path, name: str) -> pa.Table:
@@ -378,7 +379,7 @@ def test_any_steps_survive_the_round_trip(
     records = [StepRecord(*row) for row in rows]
     with TraceWriter(folder, META, record_tokens=False) as writer:
         for record in records:
-            writer.add_step(record)
+            writer.add(record)
             if data.draw(st.booleans()):
                 writer.flush(record.step)
     # Parts sort by step first, then by the order of flushing.

@@ -10,10 +10,9 @@ import pytest
 
 from rlhfless.functions.generation.vllm.arguments import engine_arguments
 from rlhfless.selftest import machine
-from rlhfless.selftest.check import Check, NotHere, Wrong, check, outcomes
+from rlhfless.selftest.check import Check, NotHere, Subject, Wrong, check, opened, outcomes
 from rlhfless.selftest.engines import settings_of
 from rlhfless.selftest.report import CHECKS
-from rlhfless.selftest.subject import Subject, opened
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from rlhfless.bundled import Recipe, WarmStartRecipe, build
 from rlhfless.cli.main import app
 from rlhfless.planning.prediction import Lengths
+from rlhfless.selftest.check import opened
 from rlhfless.selftest.report import latency_at
 from rlhfless.selftest.steps import compared
-from rlhfless.selftest.subject import opened
 from rlhfless.sim.replay.latency_file import LatencyFile
 
 LATENCY: dict[str, Any] = {
@@ -148,7 +148,7 @@ def test_on_this_machine(spec: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     (node,) = json.loads(out.read_text())["nodes"].values()
     states = {check["name"]: check["state"] for check in node["checks"]}
-    on_gpus = {"driver", "offload", "collectives", "engine over two GPUs"}
+    on_gpus = {"driver", "offload", "collectives", "fused head", "compiled layers", "engine over two GPUs"}
     assert {name for name, state in states.items() if state == "not applicable"} == on_gpus
     measured = {check["name"]: check["measured"] for check in node["checks"]}
     for name in ("probe", "restart", "learner after engine"):

@@ -9,7 +9,7 @@ from rich.console import Console as Terminal
 from rich.console import RenderableType
 
 from rlhfless.telemetry.console import Console
-from rlhfless.telemetry.numbers import clock, count, decimal, money, parameter_count
+from rlhfless.telemetry.terminal import clock, count, decimal, money, parameter_count
 
 
 class Tty(io.StringIO):

@@ -1,15 +1,17 @@
-"""Any text can be stored and shown, and a text that could be already stays as it is."""
+"""Any text can be stored and shown, and secrets are redacted; other texts stay as they are."""
 
 from __future__ import annotations
 
 import io
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.builders import ANY_TEXT
-from rlhfless.util.text import legible, storable, storable_values, tolerant
+from rlhfless.spec import RunSpec
+from rlhfless.util.text import HIDDEN, legible, redacted, storable, storable_values, tolerant
 
 
 def test_what_is_shown_of_what_cannot_be_stored() -> None:
@@ -55,3 +57,21 @@ def test_a_tolerant_stream_takes_every_text_in_its_encoding(text: str) -> None:
         stream.write(text)
         stream.flush()
         written.getvalue().decode(encoding)
+
+
+def test_a_spec_without_secrets_stays_as_it_is() -> None:
+    spec = RunSpec.model_validate(
+        {
+            "model": {"path": "m"},
+            "prompts": {"path": "/rows.jsonl"},
+            "rewards": [{"type": "exact_match"}],
+            "generation": {"engine": {"max_batch_tokens": "auto"}},
+            "learner": {"micro_batch_tokens": "auto"},
+        }
+    ).model_dump(mode="json")
+    assert redacted(spec) == spec
+
+
+@pytest.mark.parametrize("key", ["token", "hf_token", "auth_tokens", "api_key", "password", "client-secret"])
+def test_texts_under_names_of_secrets_are_hidden(key: str) -> None:
+    assert redacted({"outer": [{key: "abc"}]}) == {"outer": [{key: HIDDEN}]}

@@ -52,7 +52,7 @@ def test_a_reward_may_fail_with_any_text_and_the_trace_keeps_it(cause: str, faul
         with TraceWriter(folder, META, record_tokens=True) as writer:
             writer.add_prompt(Prompt("p", (1,), cause, {fault: cause}))
             writer.add_rollout(1, rollout(cause), score, 3)
-            writer.add_decision(Decision(1, 0.0, "recover", "redo the step", {"fault": legible(fault)}))
+            writer.add(Decision(1, 0.0, "recover", "redo the step", {"fault": legible(fault)}))
         trace = read_trace(folder)
     assert trace.rollouts[0].reward_failures == {"judge": legible(cause)}
     assert trace.rollouts[0].text == trace.prompts[0].text == storable(cause)
@@ -127,6 +127,6 @@ def test_what_a_text_from_outside_tells_a_terminal_is_shown_and_not_done(tmp_pat
 
 def test_a_trace_is_read_from_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "run", META, record_tokens=False) as writer:
-        writer.add_decision(Decision(1, 0.0, "plan", "all", {}))
+        writer.add(Decision(1, 0.0, "plan", "all", {}))
     (tmp_path / "run").rename(tmp_path / BYTE)
     assert read_trace(tmp_path / BYTE).decisions[0].kind == "plan"

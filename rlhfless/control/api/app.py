@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from rlhfless import __version__
 from rlhfless.control.api import compute, drivers, events, fleet, health, metrics, page, results, runs
 from rlhfless.control.api.routes import ERRORS, known_query
-from rlhfless.control.database import Unavailable
+from rlhfless.control.database.access import Unavailable
 from rlhfless.control.errors import ApiError, invalid_request
 from rlhfless.control.gate import Gate
 from rlhfless.control.keys import requires

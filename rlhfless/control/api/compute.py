@@ -20,8 +20,7 @@ from rlhfless.control.database.tables import SimulationRow
 from rlhfless.control.errors import ApiError, not_found, refused
 from rlhfless.control.objects import ListObject, RewardTrialObject, SimulationObject
 from rlhfless.control.service import Service
-from rlhfless.control.spec_admission import accepted_spec, unstorable
-from rlhfless.control.spec_paths import simulation_problems
+from rlhfless.control.spec_admission import accepted_spec, simulation_problems, unstorable
 from rlhfless.planning.dimensions import Dimensions
 from rlhfless.planning.inputs import parsed_sides
 from rlhfless.planning.objects import ComparisonObject, PlanObject
@@ -50,33 +49,33 @@ class CompareQuestion(Dimensions, PlanQuestion):
     """A run, and the devices to compare for it."""
 
     devices: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
-    """Devices such as `8xh100`, or `8xl40s+2xh100` with the learner's after generation's; by default those that the
-    service has, and the best of the price book for the model's size."""
+    """Devices such as `8xh100`, or `8xl40s+2xh100` with the learner's last. By default those of the service, and the
+    best of the price book for the model's size."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
-    """The deadline of the whole run: what keeps it comes first."""
+    """Deadline of the whole run in seconds; devices that meet it come first."""
     limit: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """Most rows of the answer, the best first; by default 20, and all of named devices."""
+    """Maximum number of rows, best first. By default 20, or all of `devices`."""
 
 
-@router.post("/runs:plan", summary="What a run would need, take and cost")
+@router.post("/runs:plan", summary="Plan a run: memory, time and cost")
 async def plan_run(
     service: OfService,
     question: Annotated[PlanQuestion, Body(openapi_examples={"small": {"value": {"spec": EXAMPLE}}})],
 ) -> PlanObject:
-    """Answers without starting anything: memory per device and phase, time and cost of a step and of the run with a
-    band, on the devices that the spec names or that the service has, and what is missing for a better answer."""
+    """Predict memory per device and phase, and time and cost of a step and of the run, with a band, on the devices of
+    the spec or of the service. The answer lists the inputs that a better prediction needs. Starts nothing."""
     await accepted_spec(question.spec, service.settings)
     answer = await service.runner.run("plan", await plan_question(service, question), PLAN_S)
     return PlanObject.model_validate(answer)
 
 
-@router.post("/runs:compare", summary="On which devices, and how placed, a run would be faster or cheaper")
+@router.post("/runs:compare", summary="Compare devices and placements for a run")
 async def compare_run(
     service: OfService,
     question: Annotated[CompareQuestion, Body(openapi_examples={"small": {"value": {"spec": EXAMPLE}}})],
 ) -> ComparisonObject:
-    """Answers without starting anything: kinds and numbers of devices and placements, each with time, cost, energy and
-    what takes the time, and why those that do not fit do not."""
+    """Predict time, cost, energy and the slowest part of a run for kinds and numbers of devices and placements, and say
+    why others do not fit. Starts nothing."""
     await accepted_spec(question.spec, service.settings)
     if problems := list(_device_problems(question.devices)):
         raise refused("the devices", problems)
@@ -108,7 +107,7 @@ class RewardsQuestion(_Question):
 
     rewards: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=64)]
     samples: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=1000)]
-    """Each with `response`, `prompt`, and the columns that the rewards read."""
+    """Samples with `response`, `prompt`, and the columns that the rewards read."""
 
 
 REWARDS_EXAMPLE = {
@@ -123,7 +122,7 @@ async def try_rewards(
     _: Runs,
     question: Annotated[RewardsQuestion, Body(openapi_examples={"small": {"value": REWARDS_EXAMPLE}})],
 ) -> RewardTrialObject:
-    """Score every sample: each part of its reward, and why parts have failed."""
+    """Score every sample, by part of the reward, with the causes of failures."""
     spec = {"model": {"path": "none"}, "prompts": {"path": "none"}, "rewards": question.rewards}
     await accepted_spec(spec, service.settings)
     asked = question.model_dump() | {"http_hosts": list(service.settings.http_hosts)}
@@ -142,7 +141,7 @@ class SimulationQuestion(_Question):
 
 @router.post("/simulations", status_code=202, summary="Compare policies")
 async def create_simulation(service: OfService, caller: Runs, question: SimulationQuestion) -> SimulationObject:
-    """Queue a simulation. Ask for it until it has ended."""
+    """Queue a simulation. Poll it until it has ended."""
     if (question.scenario is None) == (question.run is None):
         raise ApiError(422, "invalid_request", "give `scenario` or `run`, one of the two", "scenario")
     asked = question.model_dump()
@@ -169,7 +168,7 @@ async def create_simulation(service: OfService, caller: Runs, question: Simulati
 async def list_simulations(
     service: OfService, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> ListObject[SimulationObject]:
-    """Simulations, newest first."""
+    """List simulations, newest first."""
     query = select(SimulationRow).order_by(SimulationRow.created_at.desc()).limit(limit + 1)
     rows = await service.database.read(lambda session: list(session.scalars(query)))
     return ListObject(data=[object_of(SimulationObject, row) for row in rows[:limit]], has_more=len(rows) > limit)
@@ -177,7 +176,7 @@ async def list_simulations(
 
 @router.get("/simulations/{simulation_id}", summary="One simulation")
 async def get_simulation(service: OfService, simulation_id: str) -> SimulationObject:
-    """The status of a simulation, and its result when it has ended."""
+    """Return the status of a simulation, and its result once it has ended."""
     row = await service.database.read(lambda session: session.get(SimulationRow, simulation_id))
     if row is None:
         raise not_found("simulation", simulation_id)

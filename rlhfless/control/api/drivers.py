@@ -23,7 +23,7 @@ from rlhfless.control.lifecycle import ENDED, DesiredState, Status
 from rlhfless.control.ray_host import RayReport
 from rlhfless.control.run_files import finds_mark, not_shared
 from rlhfless.control.service import Service
-from rlhfless.telemetry.progress import FOR_DEVICES
+from rlhfless.telemetry.sinks import FOR_DEVICES
 
 router = APIRouter(prefix="/internal")
 
@@ -49,7 +49,10 @@ async def deliver(
     token = authorization.removeprefix("Bearer ")
     introduction = _parsed(Introduction, body)
     if introduction.protocol != PROTOCOL:
-        raise await service.database.write(lambda session: _refuse(session, run_id, introduction, token))
+        protocol = introduction.protocol
+        raise await service.database.write(
+            lambda session: ingest.refuse_protocol(session, _driven_by(session, run_id, introduction, token), protocol)
+        )
     push = _parsed(Push, body)
     if push.marked:
         await _require_one_folder(service, run_id, introduction, token)
@@ -105,7 +108,3 @@ async def _require_one_folder(service: Service, run_id: str, introduction: Intro
         raise await service.database.write(
             lambda session: ingest.refuse_folder(session, _driven_by(session, run_id, introduction, token), message)
         )
-
-
-def _refuse(session: Session, run_id: str, introduction: Introduction, token: str) -> ApiError:
-    return ingest.refuse_protocol(session, _driven_by(session, run_id, introduction, token), introduction.protocol)

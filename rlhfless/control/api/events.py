@@ -40,14 +40,14 @@ async def list_events(
     request: Request,
     service: OfService,
     run_id: str,
-    after: Annotated[int, Query(ge=0, le=MOST_INTEGER, description="Id of the last event that is known.")] = 0,
+    after: Annotated[int, Query(ge=0, le=MOST_INTEGER, description="Id of the last known event.")] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     last_event_id: Annotated[
-        int | None, Header(ge=0, le=MOST_INTEGER, description="As `after`, from a stream that broke.")
+        int | None, Header(ge=0, le=MOST_INTEGER, description="Like `after`; sent by clients that reconnect.")
     ] = None,
 ) -> ListObject[EventObject] | StreamingResponse:
-    """Events, oldest first. With `Accept: text/event-stream` a stream of past and future events until the run has
-    ended; `Last-Event-ID` goes on after an event without loss or repeat."""
+    """List events, oldest first. With `Accept: text/event-stream`, stream past and future events until the run ends;
+    `Last-Event-ID` resumes a stream after an event without loss or repetition."""
     run = await service.run(run_id)
     if SSE in request.headers.get("accept", ""):
         start = after if last_event_id is None else last_event_id
@@ -76,7 +76,7 @@ async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[by
 
 @router.get("/events", responses=STREAM_DOC, response_class=StreamingResponse, summary="Changes of all runs")
 async def watch_runs(service: OfService) -> StreamingResponse:
-    """A stream: each run whenever it has changed (`event: run`), or its id when it was deleted (`event: deleted`)."""
+    """Stream each run whenever it changes (`event: run`), and its id when it is deleted (`event: deleted`)."""
     return StreamingResponse(_changes(service), media_type=SSE, headers={"Cache-Control": "no-store"})
 
 

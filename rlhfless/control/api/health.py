@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from rlhfless.control import store
 from rlhfless.control.api.routes import OfService, answers
-from rlhfless.control.database import Unavailable
+from rlhfless.control.database.access import Unavailable
 from rlhfless.control.database.tables import LeaseRow, RunRow
 from rlhfless.control.keys import requires
 from rlhfless.control.lifecycle import Status
@@ -28,15 +28,15 @@ router = APIRouter(tags=["health"])
 RUN = ["run_id", "run"]
 
 
-@router.get("/healthz", summary="The service lives")
+@router.get("/healthz", summary="Liveness")
 async def healthz() -> dict[str, str]:
-    """Answers without a check of database or Ray: a service that waits for them must not be restarted."""
+    """Answer without checking database or Ray, because a service that waits for them must not be restarted."""
     return {"status": "ok"}
 
 
-@router.get("/readyz", summary="Runs can start", responses={503: {"description": "What the service waits for."}})
+@router.get("/readyz", summary="Readiness", responses={503: {"description": "What the service waits for."}})
 async def readyz(service: OfService) -> JSONResponse:
-    """200 when database and Ray answer; 503 says what the service waits for."""
+    """Answer 200 when database and Ray answer, else 503 with what the service waits for."""
     waiting = []
     try:
         await service.database.read(lambda session: session.execute(sql("SELECT 1")).scalar())
@@ -52,12 +52,12 @@ async def readyz(service: OfService) -> JSONResponse:
 @router.get(
     "/metrics",
     response_class=Response,
-    summary="For Prometheus",
+    summary="Prometheus metrics",
     dependencies=[Depends(requires("read"))],
     responses=answers("text/plain", {"type": "string"}, "Figures in Prometheus's format."),
 )
 async def prometheus(service: OfService) -> Response:
-    """Runs by status, devices, and the latest metrics of each run that is at work or paused."""
+    """Return runs by status, devices, and the latest metrics of each run that has not ended."""
     counts, runs, leases = await service.database.read(_figures)
     registry = CollectorRegistry()
     registry.register(_Collected(service, counts, runs, leases))

@@ -43,19 +43,19 @@ async def get_metrics(
     service: OfService,
     run_id: str,
     name: Annotated[
-        list[str] | None, Query(description="Metrics, or families such as `reward`; by default all.")
+        list[str] | None, Query(description="Metrics, or families such as `reward`. By default all.")
     ] = None,
     after_step: Annotated[int, Query(ge=-1, le=MOST_INTEGER, description="Only later steps.")] = -1,
     until_step: Annotated[
-        int | None, Query(ge=0, le=MOST_INTEGER, description="Only up to this step; by default to the newest.")
+        int | None, Query(ge=0, le=MOST_INTEGER, description="Only steps up to this one. By default all.")
     ] = None,
     points: Annotated[
         int,
-        Query(ge=FEWEST, le=MOST_POINTS, description="Most points per metric; first, last and extremes are kept."),
+        Query(ge=FEWEST, le=MOST_POINTS, description="Maximum points per metric. First, last and extremes are kept."),
     ] = 1_000,
 ) -> MetricsObject:
-    """One series per metric. An evaluation counts to the step that it follows; it may come after the step's metrics,
-    so a client that follows a run asks again with `after_step` one less than the last `step`."""
+    """Return one series per metric. An evaluation belongs to the step that it follows, and may arrive after the step's
+    metrics. A client that follows a run therefore polls with `after_step` set to one less than the last `step`."""
     names = wanted_names(name or ())
 
     def read(session: Session) -> Sequence[Measured]:

@@ -69,13 +69,13 @@ def _read(file: Path) -> Asset:
 
 @router.get("/")
 async def index(request: Request) -> Response:
-    """The page. It has no data of its own, so it needs no key."""
+    """Return the page. It has no data, so it needs no key."""
     return _answer(request, (await asyncio.to_thread(assets))["index.html"])
 
 
 @router.get("/page/{name}")
 async def file_of_page(request: Request, name: str) -> Response:
-    """A file of the page. Raises ApiError (404)."""
+    """Return a file of the page. Raises ApiError (404)."""
     asset = (await asyncio.to_thread(assets)).get(name)
     if asset is None:
         raise not_found("file", name)

@@ -32,8 +32,7 @@ from rlhfless.control.service import Service
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.records.checkpoints import files_of
 from rlhfless.telemetry.logs import LOG_FILE as RUN_LOG
-from rlhfless.util.redaction import redacted_text
-from rlhfless.util.tails import tail
+from rlhfless.util.text import redacted_text, tail
 
 router = APIRouter(tags=["runs"])
 
@@ -42,7 +41,7 @@ LOGS_DOC = answers("text/plain", {"type": "string"}, "The ends of the logs.")
 
 @router.get("/runs/{run_id}/checkpoints", summary="Checkpoints")
 async def list_checkpoints(service: OfService, run_id: str) -> ListObject[CheckpointObject]:
-    """The kept checkpoints, newest first."""
+    """List the kept checkpoints, newest first."""
     run = await service.run(run_id)
     return ListObject(data=checkpoint_objects(run), has_more=False)
 
@@ -56,21 +55,22 @@ async def list_rollouts(
     data_set: Annotated[
         str | None, Query(max_length=200, description="`train`, `held_out`, or the name of a set of the spec.")
     ] = None,
-    prompt_id: Annotated[str | None, Query(max_length=1_000, description="Of one prompt, over the steps.")] = None,
+    prompt_id: Annotated[str | None, Query(max_length=1_000, description="Only samples of this prompt.")] = None,
     search: Annotated[
-        str | None, Query(min_length=1, max_length=200, description="A text in prompt or response, in any case.")
+        str | None,
+        Query(min_length=1, max_length=200, description="Text in prompt or response, ignoring case."),
     ] = None,
     result: Annotated[
-        Literal["failed", "zero", "nonzero"] | None, Query(description="Only samples whose reward is so.")
+        Literal["failed", "zero", "nonzero"] | None,
+        Query(description="Only samples whose reward failed, is zero, or is not zero."),
     ] = None,
     reward: Annotated[
-        str | None, Query(max_length=200, description="The part of the reward that `result` is about; else the total.")
+        str | None, Query(max_length=200, description="Reward part to which `result` applies; by default the total.")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> ListObject[RolloutObject]:
-    """A few samples of each of the newest steps and evaluations, the newest first: of four prompts each the samples
-    with the lowest and the highest reward, and samples whose reward failed. Evaluations show the same prompts each
-    time."""
+    """List a few samples of the newest steps and evaluations, newest first. Each has, for four prompts, the samples
+    with the lowest and the highest reward, and samples whose reward failed. Evaluations have the same prompts."""
     wanted = store.SampleFilter(step, before_step, data_set, prompt_id, search, result, reward)
 
     def read(session: Session) -> ListObject[RolloutObject]:
@@ -83,7 +83,7 @@ async def list_rollouts(
 
 @router.get("/runs/{run_id}/usage", summary="Devices and cost")
 async def get_usage(service: OfService, run_id: str) -> UsageObject:
-    """The usage by function over all attempts, with the plan and the best static fleet for comparison."""
+    """Return the usage by function over all attempts, with the plan and the best static fleet for comparison."""
 
     def read(session: Session) -> UsageObject:
         run = store.run_of(session, run_id)
@@ -104,10 +104,10 @@ async def get_usage(service: OfService, run_id: str) -> UsageObject:
 async def get_logs(
     service: OfService,
     run_id: str,
-    lines: Annotated[int, Query(ge=1, le=5_000, description="Of each of the two logs, the last ones.")] = 200,
+    lines: Annotated[int, Query(ge=1, le=5_000, description="Number of last lines of each of the two logs.")] = 200,
 ) -> PlainTextResponse:
-    """The end of the run's log, and of what its driver printed, each under a line with its name. Empty before the
-    first driver has started."""
+    """Return the end of the run's log and of its driver's output, each after a line with its name. Empty before the
+    first driver starts."""
     run = await service.run(run_id)
     texts = [(name, await asyncio.to_thread(tail, Path(run.folder) / name, lines)) for name in (RUN_LOG, DRIVER_LOG)]
     text = "\n".join(f"==> {name} <==\n{content}" for name, content in texts if content)
@@ -123,7 +123,7 @@ TAR_DOC = answers(TAR, {"type": "string", "format": "binary"}, "A tar file.")
 
 @router.get("/runs/{run_id}/trace", responses=TAR_DOC, response_class=StreamingResponse, summary="Download the trace")
 async def download_trace(service: OfService, run_id: str) -> StreamingResponse:
-    """The run's ledger (docs/trace.md): what `rlhfless trace` and `rlhfless simulate --replay` read."""
+    """Download the run's ledger (docs/trace.md), which `rlhfless trace` and `rlhfless simulate --replay` read."""
     folder = await trace_folder(service, run_id)
     return _answer(folder, f"{run_id}-trace")
 
@@ -135,7 +135,7 @@ async def download_trace(service: OfService, run_id: str) -> StreamingResponse:
     summary="Download a checkpoint",
 )
 async def download_checkpoint(service: OfService, run_id: str, checkpoint_id: str) -> StreamingResponse:
-    """Model and tokenizer in Hugging Face format, with what a resumed run needs."""
+    """Download model and tokenizer in Hugging Face format, with the state that a resumed run needs."""
     run = await service.run(run_id)
     checkpoint = next((entry for entry in run.checkpoints if entry["id"] == checkpoint_id), None)
     if checkpoint is None:
@@ -205,7 +205,7 @@ async def trace_folder(service: Service, run_id: str) -> str:
 async def get_timeline(
     service: OfService, run_id: str, steps: Annotated[int, Query(ge=1, le=50)] = 5
 ) -> TimelineObject:
-    """The work of each device in the last steps of the run's trace, which is written about once a step."""
+    """Return the work of each device in the last steps of the run's trace, which is written about once a step."""
     folder = await trace_folder(service, run_id)
     timeline = await service.runner.run("timeline", {"trace": folder, "steps": steps}, TIMELINE_S)
     return TimelineObject.model_validate({"run_id": run_id} | timeline)

@@ -17,7 +17,7 @@ from rlhfless.control.service import Service
 from rlhfless.scaling.prices import SECONDS_PER_HOUR
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import nearest
-from rlhfless.util.redaction import redacted, redacted_text
+from rlhfless.util.text import redacted, redacted_text
 
 DEEP = "deepObject"
 """OpenAPI style of `name[key]=value`. Routes declare it in their `openapi_extra`."""

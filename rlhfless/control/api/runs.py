@@ -61,8 +61,8 @@ async def create_run(
     spec: Annotated[dict[str, Any], Body(openapi_examples={"small": {"value": EXAMPLE}})],
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=KEY_CHARACTERS)] = None,
 ) -> RunObject:
-    """Queue a run. Its spec is checked for shape and cross-field errors now (422); what needs a look at files, the hub
-    or devices is checked when it is `validating`. With an `Idempotency-Key`, the same request makes one run."""
+    """Queue a run. The spec's fields are checked now (422); files, hub names and devices are checked while the run is
+    `validating`. With an `Idempotency-Key`, repeated requests create one run."""
     body_hash = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
     def answered(session: Session) -> RunObject | None:
@@ -105,7 +105,7 @@ def new_run(service: Service, owner: str, posted: dict[str, Any], spec: RunSpec)
         owner=owner,
         created_at=now,
         status=Status.QUEUED,
-        status_reason="waiting for its turn",
+        status_reason="queued",
         status_since=now,
         desired_state=DesiredState.RUN,
         desired_at=now,
@@ -132,15 +132,13 @@ LABELS = {
 async def list_runs(
     request: Request,
     service: OfService,
-    after: Annotated[str | None, Query(description="Id of the last run of the page before.")] = None,
+    after: Annotated[str | None, Query(description="Id of the last run of the previous page.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     status: Annotated[list[Status] | None, Query()] = None,
-    sort: Annotated[RunOrder, Query(description="What the runs are in order of; those without it come last.")] = (
-        RunOrder.CREATED
-    ),
-    order: Annotated[Literal["asc", "desc"], Query(description="Which comes first.")] = "desc",
+    sort: Annotated[RunOrder, Query(description="Sort key. Runs without a value come last.")] = (RunOrder.CREATED),
+    order: Annotated[Literal["asc", "desc"], Query(description="Sort direction.")] = "desc",
 ) -> ListObject[RunObject]:
-    """Runs, newest first or by `sort`. `metadata[name]=value` finds runs by their labels."""
+    """List runs, newest first or by `sort`. `metadata[name]=value` selects runs by label."""
     labels = {
         name[len("metadata[") : -1]: value
         for name, value in request.query_params.items()
@@ -154,7 +152,7 @@ async def list_runs(
 
 @router.get("/runs/{run_id}", response_model=RunObject, summary="One run")
 async def get_run(service: OfService, run_id: str) -> Response:
-    """The status, progress, cost and spec of a run."""
+    """Return the status, progress, cost and spec of a run."""
 
     async def read() -> bytes:
         run = await service.database.read(lambda session: run_object(store.run_of(session, run_id)))
@@ -165,13 +163,13 @@ async def get_run(service: OfService, run_id: str) -> Response:
 
 @router.post("/runs/{run_id}/cancel", summary="Cancel a run")
 async def cancel_run(service: OfService, caller: Runs, run_id: str) -> RunObject:
-    """Stop a run for good; its checkpoints stay. Idempotent."""
+    """Stop a run permanently. Its checkpoints are kept. Idempotent."""
     return await _request_state(service, caller, run_id, DesiredState.CANCEL)
 
 
 @router.post("/runs/{run_id}/pause", summary="Pause a run")
 async def pause_run(service: OfService, caller: Runs, run_id: str) -> RunObject:
-    """Stop a run after its step, with a checkpoint, and free its devices. Idempotent."""
+    """Stop a run after its current step, with a checkpoint, and release its devices. Idempotent."""
     return await _request_state(service, caller, run_id, DesiredState.PAUSE)
 
 
@@ -183,13 +181,13 @@ async def resume_run(
     changes: Annotated[
         dict[str, Any] | None,
         Body(
-            description="`limits`, to raise the one that was reached; `allow_changed`, a list of `data`, `model` and "
-            "`code` that may have changed since the run began."
+            description="`limits` to change, such as the one that was reached; `allow_changed`: which of `data`, "
+            "`model` and `code` may have changed since the run started."
         ),
     ] = None,
 ) -> RunObject:
-    """Queue a run again; it goes on after its newest checkpoint. `limits` replace those of its spec, and null removes
-    one. If files that it reads have changed, it pauses again and names them, unless `allow_changed` has them.
+    """Queue a paused run again. It resumes from its newest checkpoint. `limits` replace those of its spec; null removes
+    one. If its input files have changed, it pauses again and names them, unless `allow_changed` lists them.
     Idempotent."""
     allowed = allowed_of(changes or {})
 
@@ -275,8 +273,8 @@ async def _request_state(
         if status != row.status:
             reason = {
                 Status.PAUSING: "pausing after this step",
-                Status.QUEUED: "waiting for its turn again",
-                Status.CANCELLING: "cancelled; its driver stops in order, and gives its devices back",
+                Status.QUEUED: "queued again",
+                Status.CANCELLING: "cancelled; its driver shuts down and releases its devices",
             }
             if status is Status.QUEUED:
                 row.error = None  # of the previous attempt
@@ -290,7 +288,7 @@ async def _request_state(
 
 @router.delete("/runs/{run_id}", status_code=204, summary="Delete an ended run")
 async def delete_run(service: OfService, caller: Runs, run_id: str) -> None:
-    """Remove the run with its events, metrics and folder. Checkpoints at a `checkpoint.url` of its own stay."""
+    """Remove the run with its events, metrics and folder. Checkpoints at `checkpoint.url` are kept."""
 
     def forget(session: Session) -> str:
         row = store.run_of(session, run_id)

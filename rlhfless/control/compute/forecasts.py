@@ -72,7 +72,7 @@ class Forecasts(PeriodicTask):
         try:
             return await self._runner.run(job, question, timeout_s)
         except ApiError as error:
-            log.info("%s: %s", job, error)
+            log.info("job %s failed: %s", job, error)
             return NOTHING
 
 

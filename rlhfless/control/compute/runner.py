@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhfless.control.errors import ApiError, refused
-from rlhfless.control.memory_limits import limit_memory
+from rlhfless.control.process_limits import limit_memory
 from rlhfless.spec.errors import InputError, Problem, SpecError
 from rlhfless.util.errors import UserError
 
@@ -82,7 +82,7 @@ class Runner:
         if "problems" in answer:
             raise refused(answer["source"], [Problem(**problem) for problem in answer["problems"]])
         if "fault" in answer:
-            log.error("%s: %s", job, answer["traceback"])
+            log.error("job %s failed: %s", job, answer["traceback"])
             raise ApiError(500, "internal_error", f"{answer['fault']}; the service's log has more")
         result: dict[str, Any] = answer["result"]
         return result

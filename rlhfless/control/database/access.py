@@ -25,9 +25,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from rlhfless.control.database import Unavailable
+from rlhfless.control.process_limits import raise_priority
 from rlhfless.control.settings import DATABASE_FILE, ServiceSettings, open_data
-from rlhfless.control.thread_priority import raise_priority
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.util.errors import UserError
 
@@ -49,6 +48,10 @@ CHANGED = "changed"
 
 ADVISORY_LOCK = 0x726C6866
 """Number of the PostgreSQL advisory lock ("rlhf") held by the one service that writes."""
+
+
+class Unavailable(Exception):
+    """The database does not answer. The request was not executed and may be repeated."""
 
 
 class SecondService(UserError):
@@ -171,7 +174,11 @@ def _engine(url: str) -> Engine:
             parsed = parsed.set(drivername="postgresql+psycopg")
         if parsed.get_backend_name() not in ("sqlite", "postgresql"):
             raise ArgumentError(f"{parsed.get_backend_name()} is not supported")
-        return _sqlite(str(parsed)) if parsed.get_backend_name() == "sqlite" else _postgres(parsed)
+        if parsed.get_backend_name() == "sqlite":
+            return _sqlite(str(parsed))
+        options = {"connect_timeout": CONNECT_S, "options": f"-c statement_timeout={STATEMENT_S}s"}
+        pool = {"pool_size": READERS + 2, "pool_pre_ping": True, "pool_timeout": CONNECT_S}
+        return create_engine(parsed, connect_args=options, **pool)
     except (ArgumentError, NoSuchModuleError) as error:
         what, hint = str(error), "write postgresql://user:password@host/name, or leave it out for SQLite"
         raise InputError("the service", [Problem("database", what, hint)]) from error
@@ -192,11 +199,6 @@ def _sqlite(url: str) -> Engine:
         connection.exec_driver_sql("BEGIN")
 
     return engine
-
-
-def _postgres(url: Any) -> Engine:
-    options = {"connect_timeout": CONNECT_S, "options": f"-c statement_timeout={STATEMENT_S}s"}
-    return create_engine(url, pool_size=READERS + 2, pool_pre_ping=True, pool_timeout=CONNECT_S, connect_args=options)
 
 
 class NewerDatabase(UserError):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rlhfless.control.driver.main import drive
-from rlhfless.control.memory_limits import limit_driver
+from rlhfless.control.process_limits import limit_driver
 from rlhfless.util.folders import OTHERS
 
 if __name__ == "__main__":

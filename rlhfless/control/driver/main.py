@@ -21,9 +21,9 @@ from rlhfless.control.driver.service_client import Outbox, ServiceClient, StaleO
 from rlhfless.control.drivers import read_order
 from rlhfless.control.keys import hashed
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.memory_limits import use_reserve
+from rlhfless.control.process_limits import use_reserve
 from rlhfless.control.run_files import ALLOWED_FILE, allowed_in, leave_mark
-from rlhfless.control.spec_paths import location_problems
+from rlhfless.control.spec_admission import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.functions.devices import OutOfMemory
 from rlhfless.orchestrator.driver import execute
@@ -61,7 +61,8 @@ def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) 
     try:
         order = read_order(folder)
     except OtherProtocol as error:
-        return _refused(folder, error)
+        with contextlib.closing(Outbox(folder, error.attempt)) as outbox:  # of the same format in all protocols
+            return _pause(outbox, "other_protocol", str(error))
     limit(order.memory_gib)
     run_log = RunLog(folder, order.run_id)
     try:
@@ -69,7 +70,9 @@ def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) 
             try:
                 attempt = _Attempt(order, folder, outbox)
             except (ValidationError, SpecError) as error:
-                return _unknown_spec(outbox, error)
+                # Only the service accepts the spec, because the versions differ.
+                what = f"this version of rlhfless ({__version__}) in the Ray cluster does not know the run's spec"
+                return _pause(outbox, "other_version", f"{what}: {error}")
             stop = OrderlyStop(attempt.spec.timeouts.stop_s, log.info, lambda: None)
             try:
                 stop.run(attempt.run())
@@ -81,18 +84,6 @@ def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) 
     finally:
         run_log.close()
     return ENDED
-
-
-def _refused(folder: Path, error: OtherProtocol) -> int:
-    """End an attempt whose order uses another protocol. The outbox format is the same in all protocols."""
-    with contextlib.closing(Outbox(folder, error.attempt)) as outbox:
-        return _pause(outbox, "other_protocol", str(error))
-
-
-def _unknown_spec(outbox: Outbox, error: Exception) -> int:
-    """End an attempt whose spec only the service accepts, because the versions differ."""
-    text = f"this version of rlhfless ({__version__}) in the Ray cluster does not know the run's spec: {error}"
-    return _pause(outbox, "other_version", text)
 
 
 def _pause(outbox: Outbox, code: str, text: str) -> int:
@@ -133,7 +124,7 @@ class _Attempt:
             elif not self._replaced:
                 raise
         finally:
-            log.info("attempt %d ends: %s: %s", self._order.attempt, ended.status, ended.reason)
+            log.info("attempt %d ended: %s: %s", self._order.attempt, ended.status, ended.reason)
             if not self._replaced:
                 await to_the_end(reporter.settle())
                 reporter.put("ended", **ended.model_dump(mode="json"))
@@ -170,7 +161,7 @@ class _Attempt:
 
     def _end_replaced(self, why: str) -> None:
         """End this attempt because another driver has the run. Called in the client's thread."""
-        log.warning("%s", why)
+        log.warning("attempt %d was replaced: %s", self._order.attempt, why)
         self._replaced = why
         self._loop.call_soon_threadsafe(self._task.cancel)
 
@@ -201,7 +192,7 @@ class _Attempt:
             return _paused(error, spec)
         except Exception as error:
             expected = isinstance(error, UserError)  # its message says what to do
-            log.error("the run has stopped: %s: %s", type(error).__name__, error, exc_info=None if expected else error)
+            log.error("run stopped: %s: %s", type(error).__name__, error, exc_info=None if expected else error)
             return self._ended_by(error, spec)
         finally:
             if sinks is not None:
@@ -246,14 +237,14 @@ def _called_off(cause: StopCause | None) -> DriverExit:
         return DriverExit(status=Status.CANCELLED, reason="cancelled")
     if cause is StopCause.PAUSE:
         return DriverExit(status=Status.PAUSED, reason="paused before its first step")
-    return DriverExit(status=Status.QUEUED, reason="gave way to a run of higher priority")
+    return DriverExit(status=Status.QUEUED, reason="yielded to a run of higher priority")
 
 
 def _paused(error: RunPaused, spec: RunSpec) -> DriverExit:
     if error.cause is StopCause.PAUSE:
         return DriverExit(status=Status.PAUSED, reason=f"paused: {error}")
     if error.cause is StopCause.YIELD:
-        return DriverExit(status=Status.QUEUED, reason=f"gave way to a run of higher priority: {error}")
+        return DriverExit(status=Status.QUEUED, reason=f"yielded to a run of higher priority: {error}")
     what = failure("limit_reached", str(error), "limits")
     if spec.limits.then == "stop":
         return DriverExit(status=Status.CANCELLED, reason=f"stopped: {error}", error=what)

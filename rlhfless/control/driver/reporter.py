@@ -195,7 +195,7 @@ class Reporter(Host):
         if self._usage is not None:
             await self._usage.report()
 
-    # -- rlhfless.telemetry.progress.RunProgress
+    # -- rlhfless.telemetry.sinks.RunProgress
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -7,9 +7,9 @@ import { drawCurves } from "./plots.js";
 const sizes = new ResizeObserver((found) => { for (const one of found) one.target.redraw?.(); });
 
 /**
- * `make(data)` gives what is drawn, with {legend: [{name, tone, value, line, of}], columns, rows()}, or null: nothing yet.
+ * `make(data)` returns what to draw, with {legend: [{name, tone, value, line, of}], columns, rows()}, or null: nothing yet.
  * An entry of the legend that names a line, itself or by `of`, hides and shows it. `draw(plot, made)` draws it; `zoom`
- * is told which steps were dragged over; what is `optional` is not shown without data.
+ * gets the steps that were dragged over; `optional` charts are hidden without data.
  */
 export function figure({ title, help, make, draw = drawCurves, wide = false, optional = false, zoom }) {
   const plot = h("div", { class: "plot", role: "img", "aria-label": title, tabindex: wide ? null : "0" });

@@ -11,7 +11,7 @@ import { chartTools, span } from "./tools.js";
 const FOLLOW_MS = 2000;
 const FIRST = ["reward_mean", "reward/", "eval/", "loss", "gradient_norm", "value_loss", "explained_variance", "critic_gradient_norm", "entropy", "clipped_", "learning_rate", "reference_kl"];
 const LAST = ["response_tokens_mean", "step_s", "generation_tokens_per_s", "cost_usd"];
-/** What a chart of one run shows, but is no curve of its own here. */
+/** Metrics that a chart of one run shows, but that have no curve here. */
 const APART = /^(response_tokens\/|reward_std$|(critic_)?gradient_norm_max$|rollout_logprob_difference_max$|(sync|scoring|reference|columns|checkpoint|outside)_s$)/;
 const WITHOUT_ZERO = /^(reward|eval|loss|policy_loss|value_loss|explained_variance|algorithm)/;
 

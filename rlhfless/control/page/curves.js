@@ -1,4 +1,4 @@
-// The charts of a run over its steps: which metrics, and how they are drawn. `s` has the series by name.
+// The charts of a run over its steps: their metrics and their style. `s` has the series by name.
 
 import { newest } from "./charts.js";
 import { byName, duration, measured, number, usd } from "./format.js";
@@ -9,7 +9,7 @@ const STAGES = [
   ["reference_s", "reference", "teal"], ["critic_s", "critic", "olive"], ["columns_s", "own columns", "sky"], ["learn_s", "learning", "violet"], ["checkpoint_s", "checkpoint", "rose"], ["overhead_s", "overhead", "grey"],
 ];
 
-/** Colours of lines that have none of their own; after the last one the lines are dashed. */
+/** Colours of lines without a fixed colour; after the last colour, lines are dashed. */
 const TONES = ["blue", "amber", "teal", "violet", "rose", "sky", "slate"];
 export const styled = (place) => ({ tone: TONES[place % TONES.length], dash: [undefined, "dash", "dot"][Math.floor(place / TONES.length) % 3] });
 
@@ -108,7 +108,7 @@ function stages(s) {
   return chartOf(s, there.map(([name]) => name), [], legend, { areas, read, zero: true, format: duration, suffix: " s" });
 }
 
-/** Cost so far, beside the plan and the best static fleet (its price for the same steps, by the simulator). */
+/** Cost so far, compared with the plan and the best static fleet (its price for the same steps, by the simulator). */
 function cost(s) {
   const own = s.cost_usd;
   if (!own) return null;

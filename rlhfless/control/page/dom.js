@@ -81,10 +81,10 @@ export function head(column, direction, sort) {
   return h("th", { scope: "col", role: "columnheader", class: column.class, "aria-sort": direction }, title);
 }
 
-const orders = new Map(); // of tables by caption, which are made anew with each change: {at, direction}
+const orders = new Map(); // sort orders by caption, because tables are rebuilt on each change: {at, direction}
 
 /**
- * A table with a caption for screen readers. `columns`: [{title, class}]; by one with `sort` rows can be put in order, of
+ * A table with a caption for screen readers. `columns`: [{title, class}]; rows can be sorted by columns with `sort`, of
  * their cells' `data-value` or text. Roles stay where styles change `display`.
  */
 export function table(caption, columns, rows, attributes = {}) {
@@ -114,12 +114,12 @@ export function table(caption, columns, rows, attributes = {}) {
     h("caption", { class: "unseen" }, caption), h("thead", { role: "rowgroup" }, heads), body);
 }
 
-/** A cell; on a phone, where each row is a card, its title stands beside it. */
+/** A cell. On a phone, each row is a card, and the title is next to the cell. */
 export function cell(title, attributes, ...children) {
   return h("td", { role: "cell", "data-title": title, ...attributes }, ...children);
 }
 
-/** A cell with a number, by which rows can be put in order. */
+/** A cell with a number, by which rows can be sorted. */
 export const figureCell = (title, value, text) => cell(title, { class: "num", "data-value": value ?? NaN }, value === null ? "–" : text(value));
 
 /** A part of the view with a heading. */

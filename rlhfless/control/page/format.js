@@ -76,7 +76,7 @@ export function measured(value, unit) {
   return number(value);
 }
 
-/** An id as far as people compare it: what differs stands at its begin or its end. */
+/** An id, shortened to its start and end, where ids differ. */
 export const short = (id) => (id.length > 20 ? `${id.slice(0, 10)}…${id.slice(-8)}` : id);
 
 /** Weights by the step that made them; their whole label is run/attempt/step/digest. */

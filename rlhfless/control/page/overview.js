@@ -11,13 +11,13 @@ import { timelineFigure } from "./timeline.js";
 import { chartTools, span } from "./tools.js";
 
 const SHOWN_STEPS = 6; // of the devices
-const TIMELINE_MS = 20_000; // it is read from the trace, by a process of its own
+const TIMELINE_MS = 20_000; // it is read from the trace, by a separate process
 
 export function overviewTab(root, { path }) {
   const series = seriesOf(path, NAMES);
   let usage = null, run = null, untraced = false;
   const numbers = h("dl", { class: "tiles" });
-  // Metrics and usage come at about the same time: both are drawn at once.
+  // Metrics and usage arrive at about the same time: both are drawn at once.
   const draw = throttled(0, () => charts.forEach((one) => one.show({ ...series.all, usage })));
   const tools = chartTools({ draw: () => draw(), narrow: async (range) => { series.narrow(range); await metrics(); } });
   const charts = CHARTS.map((one) => figure({ ...one, make: (found) => tools.shown(one.make(found)), zoom: tools.zoom }));
@@ -112,7 +112,7 @@ function shareBar(row, share) {
   }));
 }
 
-/** This run beside the best fleet that never changes. */
+/** This run compared with the best static fleet. */
 function comparison(usage) {
   const { best_static: fixed } = usage;
   const rows = [["This run, so far", usage.cost_usd, null, ""]];
@@ -126,7 +126,7 @@ function comparison(usage) {
   return panel("Compared", { class: "flush" }, table("Cost compared", columns, body, { class: "cards" }));
 }
 
-/** What was predicted before the run began, beside what it does: of a step, and of all steps at the pace so far. */
+/** The prediction before the run started, compared with the run: for a step, and for all steps at the current pace. */
 function plannedAndMeasured({ planned, measured }) {
   if (!planned) return null;
   const all = planned.steps, of = (value, steps = 1) => (measured ? value * steps : null);

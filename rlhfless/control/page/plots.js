@@ -87,7 +87,7 @@ function dragged(plot, u) {
 /**
  * Draw curves into `plot`: {areas: [{upper: {x, y}, lower, tone, opacity}], lines: [{name, x, y, tone, dash, dots, pale,
  * format}], read: lines whose values are told at the pointer, log, zero, format: of values, prefix and suffix: of ticks,
- * factor of ticks to values, from and to: steps, across: {format} of an x axis other than steps}. `plot.zoom` is told which steps were dragged over; null for all.
+ * factor of ticks to values, from and to: steps, across: {format} of an x axis other than steps}. `plot.zoom` gets the steps that were dragged over; null for all.
  */
 export function drawCurves(plot, chart) {
   const there = (chart.read ?? chart.lines).filter((line) => line.x.length);

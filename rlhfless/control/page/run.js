@@ -80,7 +80,7 @@ export function runView(root, id, firstTab) {
     fill(meta,
       h("code", { title: "Id of the run" }, run.id),
       h("span", { title: dateTime(run.created_at) }, `created ${ago(run.created_at)}`),
-      taken && h("span", {}, run.finished_at ? `took ${duration(taken)}` : `at work for ${duration(taken)}`),
+      taken && h("span", {}, run.finished_at ? `took ${duration(taken)}` : `running for ${duration(taken)}`),
       run.attempt > 1 && h("span", {}, `attempt ${run.attempt}`),
       run.priority !== 0 && h("span", {}, `priority ${run.priority}`),
       Object.entries(run.metadata).map(([label, value]) => h("span", { class: "label" }, `${label}=${value}`)));

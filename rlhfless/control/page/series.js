@@ -1,4 +1,4 @@
-// The series of a run's metrics, as far as they are shown: read whole once, then followed step by step.
+// The shown series of a run's metrics: read whole once, then followed step by step.
 
 import { get } from "./api.js";
 
@@ -27,7 +27,7 @@ export function seriesOf(path, names) {
       const known = series[one.name];
       const keep = known ? known.steps.filter((at) => at <= from).length : 0;
       series[one.name] = known ? { ...one, steps: [...known.steps.slice(0, keep), ...one.steps], values: [...known.values.slice(0, keep), ...one.values] } : one;
-      // Thinned, or cut to the last steps, anew by the service next time.
+      // The service thins them, or cuts them to the last steps, again next time.
       if (series[one.name].steps.length > Math.min(2 * POINTS, 1.2 * (range?.last ?? Infinity))) read = null;
     }
   }

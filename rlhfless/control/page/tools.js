@@ -7,7 +7,7 @@ const RANGES = { "All steps": null, "Last 1,000": { last: 1000 }, "Last 100": { 
 
 let weight = 0; // of smoothing; it stays when another run is looked at
 
-/** `narrow(range)` reads other steps, `draw()` draws anew. Charts are told of steps dragged over by `zoom`. */
+/** `narrow(range)` reads other steps, `draw()` redraws. `zoom` passes the steps that were dragged over to the charts. */
 export function chartTools({ narrow, draw }) {
   let range = null;
   const ranges = Object.entries(RANGES).map(([text, wanted]) => h("button", { type: "button", "aria-pressed": String(wanted === null), onclick: () => choose(wanted) }, text));
@@ -43,7 +43,7 @@ export function chartTools({ narrow, draw }) {
     zoom,
     /** What a chart shows of what it was made of. */
     shown: (made) => (made && range?.to ? { ...smoothed(made, weight), from: range.from, to: range.to } : smoothed(made, weight)),
-    /** The steps that there are, of the run that has the most, and those that are drawn. */
+    /** The steps of the longest run, and those that are drawn. */
     steps(all, drawn) {
       element.hidden = all < 2;
       ranges.forEach((one, at) => { one.hidden = at > 0 && all <= Object.values(RANGES)[at].last; });

@@ -15,7 +15,7 @@ from fakes.repository import SCENARIOS
 from rlhfless.control.compute import jobs
 from rlhfless.control.compute.runner import FORKS, LEAST_BYTES, Runner, work
 from rlhfless.control.errors import ApiError
-from rlhfless.control.memory_limits import memory_bytes
+from rlhfless.control.process_limits import memory_bytes
 
 GIB = 1 << 30
 

@@ -13,7 +13,7 @@ import torch
 from rlhfless.functions.training import checkpoint
 from rlhfless.functions.training.saving import copy_in_pieces, enough
 from rlhfless.records.checkpoints import CheckpointError
-from rlhfless.util.free_memory import free_bytes
+from rlhfless.util.host import free_bytes
 
 PIECE = 64
 LATE_S = time.monotonic() + 3600

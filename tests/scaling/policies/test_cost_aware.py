@@ -257,7 +257,9 @@ def test_a_release_that_delays_the_next_step_is_worth_that_to_the_contract(contr
 
 def test_a_device_that_another_replica_holds_is_not_waited_for() -> None:
     """The reference is on the learner's device, and stays when the learner ends; on others the learner waits."""
-    reference = replica_slot(9, function=FunctionName.REFERENCE, role=FunctionRole.COLUMN, engine=None, usd_per_s=0.0)
+    reference = replica_slot(
+        9, function=FunctionName.REFERENCE, role=FunctionRole.ANNOTATES, engine=None, usd_per_s=0.0
+    )
     fleet = fleet_of(replica_slot(0), reference, learner(9), terms=RentalTerms(0, 0, 30.0))
     held, contexts = HeldDevices(), Contexts()
     for at_s, slots, waits_s in (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fakes.recorded_run import ENGINE, EVALUATE_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
-from rlhfless.control.compute.simulating import best_static
+from rlhfless.control.compute.jobs import best_static
 from rlhfless.prefixes.packing import ALWAYS, ON_CPUS
 from rlhfless.records import FunctionName, Invocation, StepRecord, Work
 from rlhfless.records.schema import TraceError

@@ -10,14 +10,12 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.lengths import Forecast, LengthPredictor
+from rlhfless.scaling.lengths.levels import Array, Forecast
+from rlhfless.scaling.lengths.predictor import LengthPredictor
 from rlhfless.scaling.lengths.recorded import max_tokens_of, pinball, samples_at, spearman, steps_of
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -27,20 +25,20 @@ class ForecastScore:
     name: str
     samples: int = 0
     _pinball: float = 0.0
-    _covered: Floats | float = 0.0
+    _covered: Array | float = 0.0
     _correlations: list[tuple[float, int]] = field(default_factory=list)
 
-    def add(self, forecast: Forecast, lengths: Floats) -> None:
+    def add(self, forecast: Forecast, lengths: Array) -> None:
         """Add a step's forecast and the actual `lengths` [samples]."""
         quantiles, real = forecast.total_tokens, lengths[forecast.rows]
         self._covered = self._covered + (real[:, None] <= quantiles).sum(axis=0)
         self._add(quantiles, forecast.kind_tokens[forecast.kind] + forecast.mean_tokens, real)
 
-    def add_points(self, expected: Floats, real: Floats) -> None:
+    def add_points(self, expected: Array, real: Array) -> None:
         """Add a forecast of one number for each sample: both [samples]."""
         self._add(expected[:, None], expected, real)
 
-    def _add(self, quantiles: Floats, expected: Floats, real: Floats) -> None:
+    def _add(self, quantiles: Array, expected: Array, real: Array) -> None:
         if not real.size:
             return
         self.samples += real.size
@@ -56,7 +54,7 @@ class ForecastScore:
         return math.fsum(value * count for value, count in self._correlations) / ranked if ranked else None
 
     @property
-    def coverage(self) -> Floats | None:
+    def coverage(self) -> Array | None:
         """[Q]: share of lengths at or below each quantile; None for a forecast that is one number."""
         return None if isinstance(self._covered, float) else self._covered / max(self.samples, 1)
 
@@ -67,7 +65,7 @@ class ForecastScore:
 
 
 def score_forecasts(trace: Trace) -> list[ForecastScore]:
-    """Scores of both baselines and of the predictor: before each step, and when half of its samples have finished.
+    """Score both baselines and the predictor, before each step and when half of its samples have finished.
 
     Raises TraceError if fewer than two steps have rollouts.
     """

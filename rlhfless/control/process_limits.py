@@ -1,15 +1,49 @@
-"""Memory limits of the service's child processes: a process that needs more fails alone, and reports why.
+"""Priority and memory of the service's threads and child processes.
 
-Without a limit the kernel could kill any process of the machine. The limit is RLIMIT_DATA: a process's private memory,
-without shared memory, mapped files and merely reserved address space.
+A run keeps all cores busy with more threads than cores. Any woken thread then waits tens of milliseconds on two cores,
+whatever its niceness, while an answer takes a tenth of a millisecond. A real-time thread does not wait, and uses no
+more CPU time. All threads that take Python's global lock must be real-time threads: a thread that holds the lock while
+it waits for a core stops the others.
+
+A child process that needs too much memory fails alone, and reports why; without a limit the kernel could kill any
+process of the machine. The limit is RLIMIT_DATA: a process's private memory, without shared memory, mapped files and
+merely reserved address space.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+PRIORITY = 1
+"""The lowest real-time priority, so that other real-time services of the machine come first."""
+
+WORKERS = 8
+"""Number of threads for work that would block the event loop: processes, files, curves of long runs."""
+
+
+def raise_priority() -> bool:
+    """Make this thread a real-time thread, and return whether the machine allows it (root, CAP_SYS_NICE or
+    RLIMIT_RTPRIO). Its children have the default priority."""
+    if not hasattr(os, "SCHED_RR"):
+        return False
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(PRIORITY))
+        return True
+    return False
+
+
+def service_threads() -> ThreadPoolExecutor:
+    """Return the executor of `asyncio.to_thread`."""
+    return ThreadPoolExecutor(WORKERS, "service", initializer=raise_priority)
+
+
+# -- memory
+
 
 SHARE = 4
 """A process may use 1/SHARE of the memory of the machine or container, because two jobs and several drivers run
