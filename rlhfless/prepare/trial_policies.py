@@ -143,7 +143,7 @@ class LocalModel:
     def __init__(self, path: str, ends: frozenset[int]) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
         self._ends = sorted(ends)
 
     async def generate(self, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> GeneratedTurn:
