@@ -24,12 +24,12 @@ from ray import serve
 from ray._private.state import available_resources_per_node, state
 from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from rlhfless.fleet import private_ray, ray_session
 from rlhfless.fleet.each_node import on_node
 from rlhfless.fleet.nodes import ambiguous, nodes_of
+from rlhfless.fleet.serve_handles import ServeHandle
 from rlhfless.prepare.machine import first_gpu_bytes
 from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.scaling.placement import Node
@@ -134,7 +134,7 @@ class Cluster:
 
     async def deploy(
         self, name: str, function: type, arguments: Sequence[Any], node: str, *, stop_s: float
-    ) -> DeploymentHandle:
+    ) -> ServeHandle:
         """Start one replica on the node with this Ray id, without waiting for it; return its handle."""
         options = {
             "name": name,
@@ -149,8 +149,8 @@ class Cluster:
         await asyncio.to_thread(_deploy, function, arguments, options)
         return self.handle(name)
 
-    def handle(self, name: str) -> DeploymentHandle:
-        return serve.get_app_handle(name)
+    def handle(self, name: str) -> ServeHandle:
+        return ServeHandle(serve.get_app_handle(name))
 
     async def running(self, prefix: str) -> list[str]:
         """Return the names of replicas with this prefix, such as those of an earlier driver."""

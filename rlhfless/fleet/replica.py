@@ -9,10 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
-
+from rlhfless.fleet.handles import Handle, HandleLost
 from rlhfless.functions.base import Call, CallUsage, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.records import (
     KV_CAPACITY,
@@ -79,7 +76,7 @@ class Replica:
         self._waits = False
         self._working = 0
         self._transport: Transport | None = None
-        self._handle: DeploymentHandle | None = None
+        self._handle: Handle | None = None
         self._life: Lifecycle | None = None
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -139,7 +136,7 @@ class Replica:
         if self._given_up.done():
             raise ReplicaLost(self._given_up.result())
 
-    def mark_up(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
+    def mark_up(self, handle: Handle, info: ReplicaInfo) -> None:
         """STARTING -> STALE. The incarnation is known from then on."""
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), self._launched_s)
@@ -168,7 +165,7 @@ class Replica:
         log.info("%s loads weights by %s", self.name, transport)
         self._recorder.add_decision(Decision(call.step, unix_s(), TRANSPORT, self.name, {"transport": transport}))
 
-    def mark_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
+    def mark_adopted(self, handle: Handle, info: ReplicaInfo) -> None:
         """Adopt a replica of an earlier driver as STALE; it is billed from here on."""
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), unix_s(), ReplicaState.STALE)
@@ -270,14 +267,13 @@ class Replica:
     ) -> Any:
         """Call a method and return its value; with `work`, record the call in the ledger. `sent` is set as soon as the
         call has left this process. Raises CallTimeout, ReplicaLost, or the method's own error."""
-        response = getattr(self._up, method).remote(call, *arguments, **keywords)
+        answer = self._up.call(method, call, *arguments, **keywords)
         with self._faults(waiting_for), self._at_work(work):
             try:
                 if sent is not None:
-                    # Ray returns a reference to the result only after it has sent the call.
-                    await self._answer(response._to_object_ref(), timeout_s)
+                    await self._answer(answer.sent(), timeout_s)
                     sent.set()
-                reply: Reply[Any] = await self._answer(response, timeout_s)
+                reply: Reply[Any] = await self._answer(answer, timeout_s)
             except TimeoutError:
                 raise CallTimeout(f"waited {timeout_s:.0f} s for {waiting_for} on {self.name}") from None
         self._accept(reply, call, work)
@@ -289,7 +285,7 @@ class Replica:
         """Call a streaming method and yield its events until the StreamEnd, which is recorded in the ledger. Raises the
         method's own error, or ReplicaLost, also if no event arrives for `timeout_s`: a working replica sends
         heartbeats."""
-        events = getattr(self._up.options(stream=True), method).remote(call, *arguments)
+        events = self._up.stream(method, call, *arguments)
         with self._faults(method):
             while True:
                 try:
@@ -307,7 +303,7 @@ class Replica:
                 yield event
 
     @property
-    def _up(self) -> DeploymentHandle:
+    def _up(self) -> Handle:
         if self._handle is None:
             raise RuntimeError(f"{self.name} is not up yet")
         return self._handle
@@ -336,16 +332,12 @@ class Replica:
 
     @contextmanager
     def _faults(self, doing: str) -> Iterator[None]:
-        """Translate Ray's errors into ReplicaLost or the error that the method raised."""
+        """Translate a lost handle or a broken function into ReplicaLost."""
         try:
             yield
-        except RayTaskError as error:
-            cause: BaseException = error.cause
-            if isinstance(cause, FunctionBroken):
-                raise self._lost(f"{doing}: {cause}") from error
-            # Ray's own text is the remote traceback, which stays as the cause.
-            raise cause from error
-        except (RayError, RayServeException) as error:
+        except FunctionBroken as broken:
+            raise self._lost(f"{doing}: {broken}") from broken
+        except HandleLost as error:
             raise self._lost(doing) from error
 
     def _accept(self, reply: Reply[Any], call: Call, work: Work | None) -> None:

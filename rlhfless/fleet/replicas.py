@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayTaskError
-
 from rlhfless.fleet.cluster import Cluster, FleetError
+from rlhfless.fleet.handles import HandleLost
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
@@ -131,9 +130,11 @@ class Replicas:
             )
             await self._cluster.wait_running(name, self._timeouts.start_s + TELLS_S)
             try:
-                reply = await asyncio.wait_for(handle.describe.remote(self._call), self._timeouts.call_s)
-            except RayTaskError as error:
-                raise error.cause from error  # Ray's own text is the remote traceback
+                reply = await asyncio.wait_for(handle.call("describe", self._call), self._timeouts.call_s)
+            except HandleLost as error:
+                raise ReplicaLost(f"{name} was lost as soon as it was up: {error}") from error
+            except TimeoutError:
+                raise CallTimeout(f"waited {self._timeouts.call_s:.0f} s for the first answer of {name}") from None
             replica.check_kept()
             replica.mark_up(handle, reply.value)
             if reply.value.log:
@@ -185,7 +186,7 @@ class Replicas:
     async def _adopt(self, name: str, call: Call) -> None:
         handle = self._cluster.handle(name)
         try:
-            reply = await asyncio.wait_for(handle.describe.remote(call), PROBE_S)
+            reply = await asyncio.wait_for(handle.call("describe", call), PROBE_S)
         except Exception as error:  # after any fault, the replica can be replaced
             log.warning("%s of an earlier attempt does not answer; stopping it: %r", name, error)
             await self._cluster.delete([name])

@@ -256,7 +256,7 @@ RAY_NAMES = (
                 "one at a time, because two at once fail", takes=("self",)),
     PrivateName("ray.serve._private.replica.add_port_to_grpc_server", (LOOPBACK,), "listen on loopback",
                 takes=("server", "address")),
-    PrivateName("ray.serve.handle.DeploymentResponse._to_object_ref", ("rlhfless/fleet/replica.py",),
+    PrivateName("ray.serve.handle.DeploymentResponse._to_object_ref", ("rlhfless/fleet/serve_handles.py",),
                 "know that a call is on its way", takes=("self",)),
 )  # fmt: skip
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -121,8 +120,8 @@ class FakeHandle:
         self._name = name
         self._cluster = cluster
 
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *_, **__: self._answer(method))
+    def call(self, method: str, *_: object, **__: object) -> Any:
+        return self._answer(method)
 
     async def _answer(self, method: str) -> Reply[Any]:
         if method == "load" and self._name in self._cluster.loads:

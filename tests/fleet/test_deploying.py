@@ -32,5 +32,5 @@ async def test_many_replicas_are_deployed_at_once(monkeypatch: pytest.MonkeyPatc
     handles: list[Any] = await asyncio.gather(
         *(cluster.deploy(name, Function, (), "a-node", stop_s=1) for name in names)
     )
-    assert handles == names
+    assert [handle._handle for handle in handles] == names
     assert sorted(deployed) == sorted(names)

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from fakes.fake_cluster import CALL, FakeCluster, Watcher, pool_of
+from fakes.fake_cluster import CALL, FakeCluster, FakeHandle, Watcher, pool_of
 from fakes.fake_run import until
 from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.handles import HandleLost
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.function_specs import Bounds
@@ -219,3 +220,20 @@ async def test_a_helper_leaves_between_two_calls_and_a_learner_is_left_to_the_ru
     assert learner.must_move
     learner.leave_nodes(frozenset(), CALL)
     assert not learner.must_move
+
+
+async def test_an_actor_that_dies_as_soon_as_it_is_up_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster, pool, watcher = watched("a")
+
+    async def die(handle: FakeHandle, method: str) -> None:
+        raise HandleLost("the actor died")
+
+    monkeypatch.setattr(FakeHandle, "_answer", die)
+    pool.start(1, CALL)
+    await until(lambda: cluster.begun == [1])
+    cluster.gates[1].set_result(None)
+    await until(lambda: watcher.heard == [("missed", 1)])
+    assert pool.fatal is None
+    assert "lost as soon as it was up: the actor died" in caplog.text
