@@ -210,10 +210,13 @@ class ActorWeights:
         await self.load(actor, self._the_served, call)
 
     async def wake(self, actor: Replica, call: Call) -> None:
-        """Wake an actor by loading the current version; the load reallocates its memory part by part."""
+        """Wake an actor by loading the current version; the load reallocates its memory part by part.
+
+        A sync loads it instead, so that each actor generates as soon as it has loaded, while others still load.
+        """
         actor.mark_waking()
         actor.mark_awake()
-        if self.served is not None:
+        if self.served is not None and not self._syncing.locked():
             await self.load(actor, self.served, call)
             self._pool.notify_joined(actor)
 

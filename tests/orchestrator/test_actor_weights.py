@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ from fakes.fake_run import until
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
-from rlhfless.functions.base import ReplicaInfo
+from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import KV_CAPACITY, Decision, FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.function_specs import Bounds
@@ -54,6 +56,35 @@ async def test_the_phases_of_a_start_are_recorded_and_add_up(
     phases = {"replica": 1.5, "import": 5.0, "weights_disk": 2.5}
     assert row.inputs == {f"{phase}_s": seconds for phase, seconds in phases.items()} | {KV_CAPACITY: 4096}
     assert started(rows) == [phases]
+
+
+async def test_a_sync_that_wakes_actors_lets_each_generate_as_soon_as_it_has_loaded() -> None:
+    cluster, pool, weights, watcher = weights_of("a", "b")
+
+    @asynccontextmanager
+    async def turn(call: Call) -> AsyncIterator[None]:
+        await pool.wake_up(call)
+        yield
+
+    pool.turn = turn
+    await pool.fall_asleep(CALL)
+    cluster.loads["b"] = asyncio.get_running_loop().create_future()
+    synced = asyncio.Event()
+    syncing = asyncio.create_task(weights.sync(WEIGHTS, CALL, synced))
+    await until(lambda: watcher.heard == [("joined", 0)])
+    assert synced.is_set()
+    assert not syncing.done()
+    cluster.loads["b"].set_result(None)
+    await syncing
+    assert watcher.heard == [("joined", 0), ("joined", 1)]
+
+
+async def test_actors_that_wake_without_a_sync_load_the_current_version() -> None:
+    _, pool, _, watcher = weights_of("a")
+    await pool.fall_asleep(CALL)
+    await pool.wake_up(CALL)
+    assert pool["a"].state is ReplicaState.SERVING
+    assert watcher.heard == [("joined", 0)]
 
 
 async def test_a_sync_replaces_what_was_lost_beside_the_others() -> None:
