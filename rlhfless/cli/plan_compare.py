@@ -59,7 +59,7 @@ def compare_devices(
     show = estimates.progress if devices else None  # a search does not know how many choices it will try
     found = compare.compared(planner, devices, dimensions, os.cpu_count() or 1, show)
     limit = limit or (None if devices else compare.LIMIT)
-    values = compare.as_json(planner, found, limit=limit)
+    values = compare.as_json(planner, found, predict=compare.again(planner), limit=limit)
     answer = ComparisonObject.model_validate(values)
     if as_json:
         typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))

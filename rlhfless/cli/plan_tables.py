@@ -198,7 +198,7 @@ def comparison_lines(compared: ComparisonObject) -> RenderableType:
 
 
 def verdict(compared: ComparisonObject) -> str:
-    """Recommend the best row under the run's contract; empty if none can run."""
+    """Recommend the best row under the run's contract, and say what would change the choice; empty if none can run."""
     rows = [(number, row) for number, row in enumerate(compared.rows, start=1) if row.predicted and not row.no_engine]
     if not rows:
         return ""
@@ -213,7 +213,8 @@ def verdict(compared: ComparisonObject) -> str:
             continue
         times, cost = row.predicted.wall_s / time_s, row.predicted.cost_usd / usd if usd else 1.0
         text += f" The {what}, row {other}, takes {times:.2f} times as long at {cost:.2f} times the cost."
-    return text
+    changed = [each.change for each in compared.sensitivity if not each.stays]
+    return text + (f" Another row is the fastest or the cheapest with {' or '.join(changed)}." if changed else "")
 
 
 def _devices(row: ComparedDevices) -> str:
@@ -234,6 +235,10 @@ def _notes(compared: ComparisonObject) -> Iterator[str]:
     yield "* no other is both faster and cheaper; kWh of a step, at most"
     if any(row.no_engine for row in compared.rows):
         yield "(plan only) no run can be started so; --json says why"
+    for each in compared.sensitivity:
+        ends = f"fastest row {each.fastest}, cheapest row {each.cheapest}"
+        unknown = f"; not known for {', '.join(each.unknown)}" if each.unknown else ""
+        yield f"{each.change}: {ends}{' as above' if each.stays else ''}{unknown}"
     left = [row for row in compared.rows if row.predicted is None]
     if left:
         yield f"without a prediction are {len(left)} of {len(compared.rows)}:"

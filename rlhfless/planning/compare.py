@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlhfless.planning import sensitivity
 from rlhfless.planning.dimensions import (
     QUANTIZATION,
     SHARE_PREFIXES,
@@ -30,7 +31,7 @@ from rlhfless.planning.inputs import parsed_sides
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.planning.prediction import Predicted
 from rlhfless.planning.resolve import plan_problems, question_of
-from rlhfless.planning.run_plan import Planner, costs_usd, planner_of
+from rlhfless.planning.run_plan import Planner, planner_of
 from rlhfless.planning.schedules import limit_of_run
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
@@ -62,6 +63,9 @@ half."""
 LEARNER_KIND, LEARNER_DEVICES = "placement.learner_kind", "placement.learner_devices"
 TURNS, SCHEDULE = "placement.turns", "schedule.type"
 OWN_SCHEDULE = "schedule"
+
+Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
+"""Predicts choices with response lengths scaled by a factor."""
 
 OnChoice = Callable[[int, int], None]
 """Called with the number of finished choices and the total."""
@@ -113,7 +117,17 @@ def comparison(question: Mapping[str, Any]) -> dict[str, Any]:
     named = {name: question[name] for name in Dimensions.model_fields if name in question}
     tried = compared(planner, devices, Dimensions.model_validate(named), present=question.get("present") or {})
     limit = question.get("limit") or (None if devices else LIMIT)
-    return as_json(planner, tried, question.get("deadline_s"), limit)
+    return as_json(planner, tried, question.get("deadline_s"), again(planner), limit)
+
+
+def again(planner: Planner) -> Again:
+    """Return a function that predicts a few choices with other response lengths, in this process."""
+
+    def predicted(factor: float, choices: Sequence[Choice]) -> list[Predicted | None]:
+        other = planner.with_lengths(factor).quick()
+        return [each.predicted for each in _each(other, choices, 1, lambda *_: None)]
+
+    return predicted
 
 
 def compared(
@@ -318,9 +332,10 @@ def as_json(
     planner: Planner,
     tried: Sequence[Tried],
     deadline_s: float | None = None,
+    predict: Again | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Return a ComparisonObject."""
+    """Return a ComparisonObject. Without `predict` it has no sensitivity to lengths."""
     best = front(tried)
     ranks = {id(each): rank for rank, each in enumerate(by_contract(planner.spec, tried))}
 
@@ -332,11 +347,17 @@ def as_json(
 
     ordered = sorted(tried, key=order)[:limit]
     rows = [_row(planner, each, on_front=each in best) for each in ordered]
+    changes = sensitivity.at_other_prices(rows)
+    if predict is not None and not planner.spec.supervised:
+        numbers = sensitivity.tried_again(rows)
+        choices = [ordered[number - 1].choice for number in numbers]
+        changes += sensitivity.at_other_lengths(numbers, lambda factor: predict(factor, choices))
     return {
         "steps": planner.spec.steps,
         "rows": rows,
         "tried": len(tried),
         "left_out": len(tried) - len(rows),
+        "sensitivity": sensitivity.as_json(rows, changes),
         "lengths": planner.lengths.source,
     }
 
@@ -361,7 +382,7 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "fits": not tried.problems,
         "problems": list(tried.problems),
         "nearest_change": tried.nearest_change,
-        "costs_usd": {} if found is None else costs_usd(spec, choice.devices, found.cost.cost_usd),
+        "costs_usd": {} if found is None else sensitivity.costs_usd(spec, choice.devices, found.cost.cost_usd),
         "reason": tried.reason,
         "no_engine": no_engine(spec, quantization, choice.kind, planner.shape),
         "quantization": quantization,

@@ -113,6 +113,20 @@ class ComparedDevices(PlannedDevices):
     """By function: the share of the time in which it works. The largest is the bottleneck."""
 
 
+class ChangedChoice(ApiObject):
+    """The choice among compared rows if one assumption were another."""
+
+    change: str
+    """The other prices, or the other response lengths."""
+    stays: bool
+    """Whether the fastest and the cheapest row are the same as without it."""
+    fastest: int
+    """Number of the fastest row then, from 1."""
+    cheapest: int
+    unknown: list[str]
+    """Kinds of devices that have no such price: their rows were left out."""
+
+
 class ComparisonObject(ApiObject):
     """A run on kinds and numbers of devices, and in placements, side by side."""
 
@@ -125,5 +139,7 @@ class ComparisonObject(ApiObject):
     """Number of choices that were tried: all of the named devices; without any, the best of the price book's."""
     left_out: int
     """Number of them that are beyond `limit`."""
+    sensitivity: list[ChangedChoice]
+    """At each source of prices of the bundled table, and at responses of 70 and 130 % of the length."""
     lengths: str
     """The source of the response lengths."""

@@ -131,6 +131,10 @@ class Lengths:
         """Return the multiples of the lengths that a prediction covers, the expected one first."""
         return (1.0,) if self.known else (1.0, 0.5, 2.0)
 
+    def times(self, factor: float) -> Lengths:
+        """Return the lengths scaled by a factor."""
+        return replace(self, median_tokens=factor * self.median_tokens, mean_tokens=factor * self.mean_tokens)
+
 
 def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
     """Return the lengths of an earlier run, or an assumption."""

@@ -17,13 +17,12 @@ from rlhfless.planning.prefill import PlannedPrefill, planned_prefill
 from rlhfless.planning.resolve import plan_problems, question_of, resolve
 from rlhfless.planning.scatter import Scatter
 from rlhfless.planning.schedules import NO_SCHEDULES, Predict, schedules_of
+from rlhfless.planning.sensitivity import costs_usd
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.planning.supervised_cost import written, written_lengths
 from rlhfless.records.traces import Trace, read_trace
-from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.prices import PRICE_SOURCES, PriceSource, load_price_book
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.fleet import with_learner
 from rlhfless.sim.replay.latency_file import LatencyFile
@@ -68,6 +67,10 @@ class Planner:
             return None if self.config is None else ModelShape.of_config(self.config)
         except UserError:
             return None
+
+    def with_lengths(self, factor: float) -> Planner:
+        """Return a planner with response lengths scaled by a factor."""
+        return replace(self, found_lengths=self.lengths.times(factor))
 
     def quick(self) -> Planner:
         """Return a planner that makes faster, less precise predictions."""
@@ -188,21 +191,6 @@ class Planner:
         """Return whether a run was recorded with the requested model and kinds of devices."""
         kinds = {holding.device_kind for holding in trace.holdings}
         return bool(trace.meta.spec["model"]["path"] == asked.spec.model.path) and kinds >= asked.devices.keys()
-
-
-def costs_usd(spec: RunSpec, devices: Mapping[str, int], cost_usd: float) -> dict[PriceSource, float | None]:
-    """Return a cost at the prices of each source of the bundled table, or None if a kind has no price there.
-
-    `devices` are numbers by kind, all assumed to be held equally long.
-    """
-    book = load_price_book(spec.scaling.prices)
-    used = sum(count * book.device(kind).usd_per_hour for kind, count in devices.items())
-    found: dict[PriceSource, float | None] = {}
-    for source in PRICE_SOURCES:
-        terms = [(count, device_of(kind).prices[source]) for kind, count in devices.items()]
-        known = [count * each.usd_per_hour for count, each in terms if each is not None]
-        found[source] = cost_usd * sum(known) / used if used and len(known) == len(terms) else None
-    return found
 
 
 def planned(question: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,9 @@ def measured_runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for name, of, token_s in (("first", "meta-llama/Llama-3.1-8B", 0.01), ("second", "Qwen/Qwen3-32B", 0.03)):
         (folder / name).mkdir()
         settings = {"tensor_parallel_size": 1, "max_num_seqs": 16}
-        (folder / name / "meta.json").write_text(json.dumps({"model": of, "vllm_version": "0.28.0", "engine_kwargs": settings}))
+        (folder / name / "meta.json").write_text(
+            json.dumps({"model": of, "vllm_version": "0.28.0", "engine_kwargs": settings})
+        )
         rows = [
             {"input_toks": 100 + i, "output_toks": 20 + i, "queued_ts": i, "scheduled_ts": i}
             | {"last_token_ts": i + token_s * (20 + i)}

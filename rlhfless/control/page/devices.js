@@ -9,7 +9,7 @@ export function othersPanel(body, compare) {
   return panel("Other devices", { class: "flush", actions: button }, body);
 }
 
-export function comparisonOf({ rows, tried, left_out: left }) {
+export function comparisonOf({ rows, sensitivity, tried, left_out: left }) {
   const known = rows.filter((row) => row.predicted);
   const body = rows.map((row) => {
     const { kind, count, placement, predicted, on_front: best, step_usd: step, usd_per_million_tokens: tokens, energy_kwh: energy } = row;
@@ -20,7 +20,7 @@ export function comparisonOf({ rows, tried, left_out: left }) {
   const figures = ["Run time", "Run cost", "Per step", "Per M tokens", "kWh a step"].map((title) => ({ title, class: "num", sort: "ascending" }));
   const columns = [{ title: "Devices", sort: "ascending" }, { title: "Placement", sort: "ascending" }, ...figures, { title: "Remarks", class: "wide" }];
   return [known.length ? frontPlot(known) : null, table("Other devices", columns, body, { class: "cards" }),
-    left ? h("p", { class: "muted hint" }, `${left} of the ${tried} choices that were tried are left out: the worst by the run's contract.`) : null];
+    left ? h("p", { class: "muted hint" }, `${left} of the ${tried} choices that were tried are left out: the worst by the run's contract.`) : null, sensitivityOf(rows, sensitivity)];
 }
 
 function remarkOf({ quantization, speculation, share_prefixes: shared, on_front: best, shares, predicted, no_engine: planOnly, nearest_change: change, problems, reason }) {
@@ -28,6 +28,14 @@ function remarkOf({ quantization, speculation, share_prefixes: shared, on_front:
   const draws = [quantization !== "off" && quantization, speculation !== "off" && `drafts of ${speculation}`, !shared && "prompts not shared"];
   const found = predicted ? [best && "on the front", `${busiest} works ${percent(share)} of the time`] : [change ? `fits with ${change}` : problems[0] ?? reason];
   return [...draws, planOnly, ...found].filter(Boolean).join("; ");
+}
+
+/** Which rows are the fastest and the cheapest at other prices and lengths. */
+function sensitivityOf(rows, changes) {
+  const named = (row) => `${rows[row - 1].count} × ${rows[row - 1].kind}, ${rows[row - 1].placement}`;
+  const items = changes.map(({ change, stays, fastest, cheapest, unknown }) => h("li", {},
+    `${change}: ${stays ? "the same rows are" : `${named(fastest)} is`} the fastest${stays ? " and" : `, ${named(cheapest)}`} the cheapest${unknown.length ? `; not known for ${unknown.join(", ")}` : ""}`));
+  return items.length ? h("ul", { class: "muted", "aria-label": "If prices or lengths are others" }, ...items) : null;
 }
 
 /** Time and cost of all that fit, on logarithmic axes; the front is a line. */
