@@ -8,6 +8,7 @@ is ready and no timer is left, the loop raises NothingDue.
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ class VirtualLoop(asyncio.SelectorEventLoop, VirtualClock):
 
     def __init__(self) -> None:
         super().__init__(_Jumps(self))
+        self.before_jump: Callable[[float], float] = lambda at_s: at_s
+        """Called with the time of the next timer, or infinity; returns the time to jump to, which may be earlier."""
 
     def time(self) -> float:
         return self.now_s
@@ -59,9 +62,13 @@ class _Jumps(selectors.BaseSelector):
         self._own: selectors.SelectorKey | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise NothingDue(f"nothing is due at {self._loop.now_s:.3f} s, and {_waiting(self._loop)}")
-        self._loop.now_s += max(timeout, 0.0)
+        if timeout == 0:
+            return []
+        now_s = self._loop.now_s
+        at_s = self._loop.before_jump(math.inf if timeout is None else now_s + timeout)
+        if math.isinf(at_s):
+            raise NothingDue(f"nothing is due at {now_s:.3f} s, and {waiting(self._loop)}")
+        self._loop.now_s = max(at_s, now_s)
         return []
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -78,7 +85,7 @@ class _Jumps(selectors.BaseSelector):
         return {} if self._own is None else {self._own.fileobj: self._own}
 
 
-def _waiting(loop: VirtualLoop) -> str:
+def waiting(loop: VirtualLoop) -> str:
     """Describe the tasks that wait, and the line at which each does."""
     places = []
     for task in asyncio.all_tasks(loop):

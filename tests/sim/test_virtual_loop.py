@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.sim.virtual_loop import NothingDue, run_virtual
+from rlhfless.sim.virtual_loop import NothingDue, VirtualLoop, run_virtual
 from rlhfless.util.clock import monotonic_s, unix_s
 
 
@@ -50,6 +51,35 @@ def test_a_timeout_ends_what_takes_longer() -> None:
         return unix_s()
 
     assert run_virtual(main()) == 5
+
+
+def test_what_advances_before_a_jump_may_stop_it_earlier() -> None:
+    asked: list[float] = []
+
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        seen: list[float] = []
+
+        def before_jump(at_s: float) -> float:
+            asked.append(at_s)
+            if at_s == math.inf:
+                loop.call_at(20, done.set)
+                return 20.0
+            if loop.time() < 3:
+                loop.call_at(3, lambda: seen.append(loop.time()))
+                return 3.0
+            return at_s
+
+        loop.before_jump = before_jump
+        await asyncio.sleep(10)
+        seen.append(loop.time())
+        await done.wait()
+        return [*seen, loop.time()]
+
+    done = asyncio.Event()
+    assert run_virtual(main()) == [3.0, 10.0, 20.0]
+    assert asked == [10.0, 10.0, math.inf]
 
 
 def test_a_wait_without_end_is_an_error_that_names_the_task_and_the_line() -> None:

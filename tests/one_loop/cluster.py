@@ -1,0 +1,369 @@
+"""A cluster whose replicas answer calls after modelled seconds, and may die or be slow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from one_loop.engines import Engines
+from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.handles import HandleLost
+from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
+from rlhfless.functions.generation.deployment import Loaded
+from rlhfless.functions.generation.messages import StreamEnd
+from rlhfless.records import Probe, PublishedWeights, SleepTier, Slept, WeightVersion, Work
+from rlhfless.scaling.placement import Allocation
+from rlhfless.sim.service_work import shared_forward
+from rlhfless.sim.setup import ActorShape, LearnerShape, ServiceShape, Setup
+from rlhfless.util.clock import unix_s
+
+NOTHING_USED = CallUsage()
+
+ROUNDING_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Faults beyond the interruptions of spot actors (`ActorShape.spot_mean_s`)."""
+
+    slow_share: float = 0.0
+    """Share of calls that are slow."""
+    slow_s: float = 0.0
+    """Mean delay of a slow call; delays are exponential."""
+
+
+NO_FAULTS = Faults()
+
+
+def version_of(step: int) -> PublishedWeights:
+    """Return the weights after `step` training steps."""
+    return PublishedWeights(WeightVersion("simulated", 1, step, "none"), "simulated", 1, 1, Probe((1,), (-1.0,)))
+
+
+class SimulatedDevices:
+    """The devices of a run: a node is provisioned once, and a device that was given back takes a while to return."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._terms = setup.terms
+        self._node_s = setup.node_s
+        self._node_of = {
+            device.name: slot_setup.node for slot_setup in setup.slot_setups for device in slot_setup.allocation.devices
+        }
+        beside = [slot_setup.allocation for slot_setup in setup.slot_setups if slot_setup.beside]
+        self._at_once = {device.name for allocation in beside for device in allocation.devices}
+        """Devices, such as CPU cores, that are always there."""
+        self._users: dict[str, set[str]] = {}
+        """By device."""
+        self._since_s: dict[str, float] = {}
+        self._free_s: dict[str, float] = {}
+        self._there_s: dict[str, float] = {}
+        """By node: when it is there."""
+        self._not_before_s: dict[str, float] = {}
+        """By device: when the machine that replaces an interrupted one is there."""
+        self._lost: dict[str, Any] = {}
+
+    async def acquire(self, allocation: Allocation, user: str, lost: Any) -> Allocation:
+        """Wait for the devices. The wait is not billed."""
+        now_s, names = unix_s(), [device.name for device in allocation.devices]
+        back = [name for name in names if name in self._free_s and name not in self._at_once]
+        gone = [name for name in back if now_s > self._paid_until_s(name)]
+        begin_s = now_s + (self._terms.reacquire_s if gone else 0.0)
+        for name in names:
+            node = self._node_of[name]
+            begin_s = max(begin_s, self._there_s.setdefault(node, begin_s + self._node_s))
+            begin_s = max(begin_s, self._not_before_s.get(name, 0.0))
+        for name in names:
+            if not self._users.setdefault(name, set()) and (name not in self._since_s or name in gone):
+                self._since_s[name] = begin_s
+            self._users[name].add(user)
+            self._free_s.pop(name, None)
+        self._lost[user] = lost
+        if begin_s > now_s:
+            await asyncio.sleep(begin_s - now_s)
+        return allocation
+
+    def interrupted(self, user: str, allocation: Allocation) -> None:
+        """Take the user's machine away; another one is there after `node_s`."""
+        for device in allocation.devices:
+            self._not_before_s[device.name] = unix_s() + self._node_s
+        if (lost := self._lost.pop(user, None)) is not None:
+            lost("its machine was taken away")
+
+    def _paid_until_s(self, name: str) -> float:
+        free_s = self._free_s[name]
+        return max(self._terms.paid_until_s(self._since_s[name], free_s), free_s) + ROUNDING_S
+
+    def reserved(self, allocations: Sequence[Allocation], user: str) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish_start(self, user: str) -> None: ...
+
+    def must_come(self, allocation: Allocation) -> bool:
+        return False
+
+    def bound(self, allocation: Allocation) -> Allocation:
+        return allocation
+
+    async def release(self, *users: str) -> None:
+        """Give back the devices of these users."""
+        now_s, gone = unix_s(), set(users)
+        for name, of in self._users.items():
+            if of and not (of - gone):
+                self._free_s[name] = now_s
+            of -= gone
+
+
+class SimulatedCluster:
+    """Starts and stops replicas. The settings of a replica are its slot in the setup."""
+
+    lost = False
+    private = True
+
+    def __init__(self, setup: Setup, engines: Engines, devices: SimulatedDevices, faults: Faults) -> None:
+        self.setup = setup
+        self.engines = engines
+        self.devices = devices
+        self._faults = faults
+        self._delays = np.random.default_rng(setup.seed)
+        seeds = np.random.SeedSequence(setup.seed).spawn(len(setup.actors))
+        self._random = [np.random.default_rng(seed) for seed in seeds]
+        self.handles: dict[str, SimulatedHandle] = {}
+        self.lives = [0] * len(setup.slot_setups)
+        self._pulled_s: dict[str, float] = {}
+        """By node: when it has pulled the version."""
+        self._pulled_version = ""
+        self._given_s = 0.0
+        """When the home node has sent all pulls so far."""
+
+    async def deploy(self, name: str, function: Any, settings: Sequence[int], node: str, stop_s: float) -> Any:
+        """Start a replica, which may be interrupted."""
+        slot = settings[0]
+        self.lives[slot] += 1
+        handle = self.handles[name] = SimulatedHandle(self, name, slot, self.lives[slot])
+        mean_s = self.setup.actors[slot].spot_mean_s if slot < len(self.setup.actors) else math.inf
+        if math.isfinite(mean_s):
+            life_s = float(self._random[slot].exponential(mean_s))
+            asyncio.get_running_loop().call_later(life_s, self._interrupt, name)
+        return handle
+
+    def _interrupt(self, name: str) -> None:
+        """Take the machine of a spot replica away."""
+        handle = self.handles.get(name)
+        if handle is None or handle.dead:
+            return
+        handle.die()
+        self.devices.interrupted(name, self.setup.slot_setups[handle.slot].allocation)
+
+    async def wait_running(self, name: str, timeout_s: float) -> None:
+        """Wait for a replica's cold start. Raises FleetError if its machine is taken away."""
+        handle = self.handles[name]
+        await asyncio.sleep(self.setup.slot_setups[handle.slot].start_s)
+        if handle.dead:
+            raise FleetError(f"{name} did not start: its machine was taken away")
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete replicas."""
+        for name in names:
+            self.handles.pop(name, None)
+
+    def delay_s(self) -> float:
+        """Draw the seconds by which a call is late."""
+        if not self._faults.slow_share or self._delays.random() >= self._faults.slow_share:
+            return 0.0
+        return float(self._delays.exponential(self._faults.slow_s))
+
+    def loaded_s(self, slot: int, version: str) -> float:
+        """Return when an actor that starts now has loaded a version (see SimulatedFleet._loaded_s)."""
+        transport, node, at_s = self.setup.transport, self.setup.slot_setups[slot].node, unix_s()
+        if version != self._pulled_version:
+            self._pulled_version = version
+            self._pulled_s.clear()
+        if transport.pulls(node):
+            if node not in self._pulled_s:
+                self._given_s = self._pulled_s[node] = max(self._given_s, at_s) + transport.pull_s
+            at_s = max(at_s, self._pulled_s[node])
+        return at_s + transport.load_s
+
+
+class Answer:
+    """The answer to a call: a task, which starts when the call is sent (a PendingReply)."""
+
+    __slots__ = ("_task",)
+
+    def __init__(self, task: asyncio.Task[Reply[Any]]) -> None:
+        self._task = task
+
+    def __await__(self) -> Any:
+        return self._task.__await__()
+
+    async def sent(self) -> None: ...
+
+
+class SimulatedHandle:
+    """One replica: the calls of its function, in their modelled seconds, one after the other."""
+
+    def __init__(self, cluster: SimulatedCluster, name: str, slot: int, life: int) -> None:
+        self._cluster = cluster
+        self.name, self.slot, self.life = name, slot, life
+        self._incarnation = f"{name}-life{life}"
+        self._busy_s = 0.0
+        self._asleep = self._opened = False
+        self.dead = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._requests: list[Any] = []
+        setup = cluster.setup
+        self._slot_setup = setup.slot_setups[slot]
+        self._shape: ActorShape | ServiceShape | LearnerShape = (*setup.actors, *setup.services, setup.learner)[slot]
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Answer:
+        """See rlhfless.fleet.handles.Handle."""
+        task = asyncio.create_task(self._alive(getattr(self, f"do_{method}")(*arguments, **keywords)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return Answer(task)
+
+    def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        """See rlhfless.fleet.handles.Handle."""
+        return getattr(self, f"do_{method}")(*arguments)
+
+    async def _alive(self, body: Any) -> Any:
+        """Await the body of a call. Raises HandleLost if the replica is dead, or dies."""
+        if self.dead:
+            body.close()
+            raise HandleLost(f"{self.name} is dead")
+        try:
+            return await body
+        except asyncio.CancelledError:
+            if self.dead:
+                raise HandleLost(f"{self.name} died") from None
+            raise
+
+    def die(self) -> None:
+        """Lose the process, with all that it has generated but not delivered."""
+        if self.dead:
+            return
+        self.dead = True
+        if self._opened:
+            self._cluster.engines.engine(self.slot, self.life).crash(unix_s())
+        for task in [*self._tasks]:
+            task.cancel()
+        for request in self._requests:
+            if not request.ended.done():
+                request.ended.set_exception(HandleLost(f"{self.name} died"))
+
+    async def _late(self) -> None:
+        """Wait if this call is a slow one."""
+        if delay_s := self._cluster.delay_s():
+            await asyncio.sleep(delay_s)
+
+    async def _work(self, seconds: float, value: Any, usage: CallUsage = NOTHING_USED) -> Reply[Any]:
+        """Answer after `seconds` of work, which begin when earlier calls have ended."""
+        start_s = max(unix_s(), self._busy_s)
+        self._busy_s = end_s = start_s + seconds + self._cluster.delay_s()
+        if (wait_s := end_s - unix_s()) > 0:
+            await asyncio.sleep(wait_s)
+        return Reply(self._incarnation, value, start_s, end_s, usage)
+
+    def _now(self, value: Any) -> Reply[Any]:
+        now_s = unix_s()
+        return Reply(self._incarnation, value, now_s, now_s)
+
+    # -- all functions
+
+    async def do_describe(self, call: Call) -> Reply[Any]:
+        await self._late()
+        return self._now(ReplicaInfo(self._incarnation, 1, "simulated"))
+
+    async def do_stop(self, call: Call) -> Reply[Any]:
+        return self._now(None)
+
+    async def do_sleep(self, call: Call, tier: SleepTier) -> Reply[Any]:
+        self._asleep = True
+        return await self._work(self._slot_setup.sleep_s, Slept(tier, 1, 0))
+
+    async def do_wake(self, call: Call) -> Reply[Any]:
+        self._asleep = False
+        return await self._work(self._slot_setup.wake_s, None)
+
+    # -- generation
+
+    async def do_load(self, call: Call, published: PublishedWeights, *, in_flight: bool) -> Reply[Any]:
+        wake_s = self._slot_setup.wake_s if self._asleep else 0.0
+        self._asleep, start_s = False, unix_s()
+        if wake_s:
+            await asyncio.sleep(wake_s)
+        await self._late()
+        await asyncio.sleep(self._cluster.loaded_s(self.slot, published.version.label) - unix_s())
+        usage = CallUsage(size_bytes=self._cluster.setup.transport.size_bytes)
+        return Reply(self._incarnation, Loaded("", None, 1), start_s, unix_s(), usage)
+
+    async def do_generate(self, call: Call, request: Any) -> AsyncIterator[Any]:
+        if self.dead:
+            raise HandleLost(f"{self.name} is dead")
+        start_s = unix_s()
+        engines = self._cluster.engines
+        engine, progress = engines.engine(self.slot, self.life), engines.progress
+        assert progress is not None
+        batch, at_s = progress.batch, start_s
+        if self._cluster.setup.prefixes.planned and len(batch.tree):
+            prompts = np.unique(batch.group[request.numbers])
+            prefixes = [batch.groups + each for each in batch.tree.to_precompute(prompts)]
+            if wanted := [prefix for prefix in prefixes if prefix not in engine.asked]:
+                at_s = max(at_s, engine.precompute(wanted, at_s, self._cluster.setup.links.move_s).end_s)
+        engines.submit(self.slot, self.life, request.numbers, at_s)
+        self._opened = True
+        self._requests.append(request)
+        await request.ended
+        self._requests.remove(request)
+        yield StreamEnd(Reply(self._incarnation, None, start_s, unix_s(), request.usage()))
+
+    async def do_abort(self, call: Call, numbers: Any) -> Reply[Any]:
+        """Return the boundary at which the samples left the engine."""
+        await self._late()
+        at_s = self._cluster.engines.engine(self.slot, self.life).abort(numbers, unix_s())
+        if at_s > unix_s():
+            await asyncio.sleep(at_s - unix_s())
+        return self._now(numbers)
+
+    # -- services and learner
+
+    async def do_score(self, call: Call, groups: Sequence[Any]) -> Reply[Any]:
+        return await self._serve(groups)
+
+    async def do_compute(self, call: Call, batch: Any) -> Reply[Any]:
+        return await self._serve(batch)
+
+    async def _serve(self, groups: Sequence[Any]) -> Reply[Any]:
+        shape = self._shape
+        tokens = sum(group.tokens for group in groups) if shape.token_s else 0
+        if shape.work is Work.LOGPROBS and (forward := self._cluster.setup.prefixes.forward) is not None:
+            tokens -= shared_forward(groups[0].batch, np.array([group.number for group in groups]), forward)
+        return await self._work(shape.group_s * len(groups) + shape.token_s * tokens, groups)
+
+    async def do_learn(self, call: Call, batch: Any, passes: Any) -> Reply[Any]:
+        shape = self._shape
+        if isinstance(shape, ServiceShape):
+            computed = batch.tokens - self._saved(batch)
+            seconds = shape.update_fixed_s + shape.update_token_s * computed * shape.epochs
+        else:
+            tokens = (batch.tokens - self._saved(batch)) * shape.epochs
+            seconds = shape.evaluate_token_s * tokens / shape.epochs + shape.fixed_s + shape.learn_token_s * tokens
+        return await self._work(seconds, {}, CallUsage(input_tokens=batch.tokens))
+
+    def _saved(self, batch: Any) -> int:
+        """Return the tokens that one pass over a batch saves by computing shared prefixes once."""
+        forward, parts = self._cluster.setup.prefixes.forward, self._cluster.setup.learner.parts
+        if forward is None:
+            return 0
+        groups = np.array_split(np.array(sorted(batch.groups)), min(parts, len(batch.groups)))
+        return sum(shared_forward(batch.batch, part, forward) for part in groups)
+
+    async def do_publish(self, call: Call) -> Reply[Any]:
+        await asyncio.sleep(0)  # after `learn` of the step
+        return await self._work(self._shape.publish_s, version_of(call.step))

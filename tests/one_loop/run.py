@@ -1,0 +1,302 @@
+"""A run of the orchestrator on a virtual clock, over a simulated cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from one_loop.cluster import NO_FAULTS, Faults, SimulatedCluster, SimulatedDevices, version_of
+from one_loop.engines import Engines
+from one_loop.samples import CountedBatch
+from one_loop.stage import SimulatedStage
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.replicas import Blueprint
+from rlhfless.fleet.turns import take_turns
+from rlhfless.functions.base import Call
+from rlhfless.orchestrator import step as rlhf
+from rlhfless.orchestrator.ledger import Ledger
+from rlhfless.orchestrator.live_fleet import LiveFleet
+from rlhfless.orchestrator.run import RLRun, StepContext
+from rlhfless.orchestrator.scaler import Scaler, StepDue
+from rlhfless.orchestrator.schedules import schedule_of
+from rlhfless.orchestrator.weight_sync import ActorWeights
+from rlhfless.records import Decision, Experience, FunctionName, FunctionRole, Holding, Invocation, StepRecord, Work
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.function_specs import Bounds, declared
+from rlhfless.scaling.policies.contract import RunContract
+from rlhfless.scaling.policy import FleetView, Ints, Policy
+from rlhfless.scaling.prices import PriceBook
+from rlhfless.sim.ledger import SimulatedLedger
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.setup import Setup
+from rlhfless.sim.view import fleet_view
+from rlhfless.sim.virtual_loop import VirtualLoop, run_virtual, waiting
+from rlhfless.spec import RunSpec
+from rlhfless.util.clock import unix_s
+from rlhfless.util.tasks import gather_or_cancel
+
+SPEC = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+LONG_S = 1e7
+
+
+class NoEnd(RuntimeError):
+    """A run has not ended by the virtual time at which it must."""
+
+
+def spec_of(setup: Setup, steps: int, call_limit_s: float = LONG_S) -> RunSpec:
+    """Return the spec of a run. `call_limit_s`: after which a call that is not generation times out."""
+    spec = RunSpec.model_validate(SPEC | {"steps": steps})
+    timeouts = spec.timeouts.model_copy(
+        update=dict.fromkeys(("start_s", "drain_s", "generate_s"), LONG_S)
+        | dict.fromkeys(("call_s", "sync_s"), call_limit_s)
+    )
+    generation = spec.generation.model_copy(
+        update={"max_tokens": setup.max_tokens, "progress_interval_s": setup.links.heartbeat_s}
+    )
+    recovery = spec.recovery.model_copy(update={"heartbeat_s": LONG_S})
+    return spec.model_copy(update={"timeouts": timeouts, "generation": generation, "recovery": recovery})
+
+
+class Writer:
+    """Keeps the rows of a trace in memory."""
+
+    def __init__(self) -> None:
+        self.ledger = SimulatedLedger()
+        self._rows = {
+            Holding: self.ledger.holdings,
+            Invocation: self.ledger.invocations,
+            StepRecord: self.ledger.steps,
+            Decision: self.ledger.decisions,
+        }
+
+    def add(self, record: Any) -> None:
+        self._rows[type(record)].append(record)
+
+    def flush(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SimulatedView(LiveFleet):
+    """The fleet with the simulator's view of its slots."""
+
+    fleet_view: FleetView
+
+    def view(self) -> FleetView:
+        return self.fleet_view
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedStep:
+    """What a step has learned from."""
+
+    step: int
+    groups: tuple[int, ...]
+    tokens: Ints
+    """`[samples]`: response tokens that the engines have generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTrace:
+    """The result of a run."""
+
+    trace: Trace
+    learned: Sequence[LearnedStep]
+
+
+@dataclass(frozen=True, slots=True)
+class CountedRolloutRequest:
+    """See RolloutRequest, of which this is the counting form."""
+
+    call: Call
+    batch: RolloutBatch
+    prompts: tuple[Any, ...]
+    work: Work = Work.GENERATE
+    selection: None = None
+
+    @property
+    def groups(self) -> int:
+        return self.batch.groups
+
+
+@dataclass(kw_only=True)
+class SimulatedRun(RLRun):
+    """A run whose samples are counted, and whose batches hold no tokens."""
+
+    engines: Engines
+    setup: Setup
+    batches: Mapping[int, RolloutBatch]
+    learned: list[LearnedStep]
+
+    def _request_of(self, step: int) -> Any:
+        batch = self.batches[step]
+        prompts = tuple(SimpleNamespace(prompt_id=name) for name in batch.prompt_ids)
+        return CountedRolloutRequest(self.call(step), batch, prompts)
+
+    def generate(self, request: Any, *, again: bool = False) -> Any:
+        runner = self.scaler.runner_of(request.call.step, request.work)
+        stage = SimulatedStage(self.generation, request, self.spec, runner, self.engines, self.setup.links.move_s)
+        self.generation.watch(stage)
+        return stage
+
+    def scoring_of(self, call: Call) -> Any:
+        async def part(pool: ReplicaPool, groups: Sequence[Any]) -> Any:
+            return await self.work(await pool.ready(call), Work.SCORE, "score", call, groups)
+
+        async def score(groups: Sequence[Any]) -> Any:
+            await gather_or_cancel(*(part(pool, groups) for pool in self.with_role(FunctionRole.SCORES)))
+            return groups
+
+        return score
+
+    def per_token_outputs(self, call: Call, *, learned: bool = False) -> dict[str, Any]:
+        def stage(pool: ReplicaPool) -> Any:
+            async def computed(groups: Sequence[Any]) -> Any:
+                await self.work(await pool.ready(call), Work.LOGPROBS, "compute", call, groups)
+                return groups
+
+            return computed
+
+        late = self.trainers.pools if self.spec.schedule.steps_ahead else ()
+        return {
+            pool.kind.output: stage(pool)
+            for pool in self.pools.values()
+            if pool.kind.output and (pool in late) is learned
+        }
+
+    async def train(self, context: StepContext, experience: Experience) -> None:
+        """Learn from a step (see rlhfless.orchestrator.step.train), with counts in place of batches."""
+        call, step, progress = context.call, context.step, self.engines.progress
+        assert progress is not None
+        groups = tuple(group.number for group in experience.groups)
+        self.learned.append(LearnedStep(step, groups, progress.table.tokens.copy()))
+        for pool in self.trainers.pools:
+            await pool.ready(call)
+        tokens = sum(group.tokens for group in experience.groups)
+        batch: Any = CountedBatch(
+            tokens,
+            SimpleNamespace(groups=len(experience.groups)),
+            context.request.batch,
+            [*groups],
+        )
+        await self.trainers.update_others(call, batch)
+        learning, publishing = asyncio.Event(), asyncio.Event()
+        _, self.published = await gather_or_cancel(
+            self.trainers.learn(self.learner, call, batch, learning), self.publish(call, sent=publishing)
+        )
+        record = StepRecord(step, context.begun.start_s, unix_s(), {})
+        self.scaler.end_step(record)
+        others_since_s = self.clock.end(step, record.end_s)
+        self.ledger.add_step(record, others_since_s)
+        self.under_way.pop(step, None)
+
+
+class Steps:
+    """The steps of a run, for its schedule (implements rlhfless.orchestrator.schedules.Steps, without Recovery)."""
+
+    def __init__(self, run: SimulatedRun) -> None:
+        self._run = run
+
+    async def rollout(self, step: int) -> Any:
+        return await rlhf.rollout(self._run, self._run.begin(step))
+
+    async def train(self, step: int, experience: Any) -> None:
+        await self._run.train(self._run.under_way[step], experience)
+
+
+def simulate(
+    setup: Setup,
+    policy: Policy,
+    prices: PriceBook,
+    batches: Sequence[RolloutBatch],
+    *,
+    faults: Faults = NO_FAULTS,
+    call_limit_s: float = LONG_S,
+    limit_s: float = math.inf,
+) -> SimulatedTrace:
+    """Run all steps of a run.
+
+    Raises NoEnd for a run that has not ended after `limit_s` virtual seconds, and the errors from which a live run
+    would recover.
+    """
+    return run_virtual(_simulate(setup, policy, prices, batches, faults, call_limit_s, limit_s))
+
+
+async def _simulate(
+    setup: Setup,
+    policy: Policy,
+    prices: PriceBook,
+    batches: Sequence[RolloutBatch],
+    faults: Faults,
+    call_limit_s: float,
+    limit_s: float,
+) -> SimulatedTrace:
+    engines = Engines(setup.actors)
+    _advance_engines(engines, limit_s)
+    spec = spec_of(setup, len(batches), call_limit_s)
+    writer = Writer()
+    ledger = Ledger(writer, prices)  # type: ignore[arg-type]
+    devices, call = SimulatedDevices(setup), Call("simulated", 1, 0)
+    cluster = SimulatedCluster(setup, engines, devices, faults)
+    pools = _pools(setup, spec, cluster, devices, call, ledger)
+    take_turns(pool for pool in pools.values())
+    fleet = SimulatedView(spec, call, [*pools.values()], ledger, None, setup.max_tokens)  # type: ignore[arg-type]
+    fleet.fleet_view = fleet_view(setup, prices)
+    scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))  # type: ignore[arg-type]
+    run = SimulatedRun(
+        run_id="simulated", attempt=1, spec=spec, order=None, held_out=(), pools=pools, ledger=ledger,
+        sinks=None, journal=None, checkpoints=None, weights=ActorWeights(pools[FunctionName.GENERATION], spec),
+        scaler=scaler, history=None, engines=engines, setup=setup, learned=[],
+        batches={number: replace(batch, step=number) for number, batch in enumerate(batches, 1)},
+    )  # fmt: skip
+    run.published = version_of(0)
+    await schedule_of(spec.schedule).drive(Steps(run), 1, len(batches))
+    for pool in pools.values():
+        for replica in pool.replicas():
+            replica.drain()
+            replica.mark_ended()
+    beside = [name for name, handle in cluster.handles.items() if setup.slot_setups[handle.slot].beside]
+    return SimulatedTrace(writer.ledger.trace(prices, beside, setup.learner.paid_around), run.learned)
+
+
+def _advance_engines(engines: Engines, limit_s: float) -> None:
+    """Let the engines advance before the clock of the running loop jumps. The clock stops at `limit_s`."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+
+    def before_jump(at_s: float) -> float:
+        at_s = engines.run_until(at_s)
+        if limit_s < at_s < math.inf:
+            loop.before_jump = lambda at_s: at_s  # tasks end when they are cancelled
+            raise NoEnd(f"the run has not ended after {limit_s:g} s, and {waiting(loop)}")
+        return at_s
+
+    loop.before_jump = before_jump
+
+
+def _pools(
+    setup: Setup, spec: RunSpec, cluster: Any, devices: Any, call: Call, ledger: Ledger
+) -> dict[str, ReplicaPool]:
+    """Return a pool for each function of the setup."""
+    slots: dict[str, list[int]] = {}
+    for slot, function in enumerate(setup.functions):
+        slots.setdefault(function, []).append(slot)
+    pools = {}
+    for function, mine in slots.items():
+        allocations = tuple(_of_its_own(setup.slot_setups[slot].allocation) for slot in mine)
+        slot_of = {id(allocation): slot for allocation, slot in zip(allocations, mine, strict=True)}
+        bounds = Bounds(setup.fewest_actors if function == FunctionName.GENERATION else 0, "simulated")
+        blueprint = Blueprint(
+            declared()[function], object, lambda bound, slot_of=slot_of: slot_of[id(bound)], allocations, bounds
+        )
+        pools[function] = ReplicaPool(cluster, devices, blueprint, call, spec.timeouts, ledger)
+    return pools
+
+
+def _of_its_own(allocation: Any) -> Any:
+    """Return an allocation that is not the same object as another slot's."""
+    return replace(allocation)
