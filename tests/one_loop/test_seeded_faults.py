@@ -12,6 +12,7 @@ import pytest
 
 from fakes.naive_engine import LinearModel
 from fakes.tiny_scenario import slot_setup
+from fakes.views import Restless
 from one_loop.cluster import Faults
 from one_loop.run import LONG_S, SimulatedTrace, simulate
 from rlhfless.fleet.pool import RECOVERABLE
@@ -63,14 +64,14 @@ def trace_of(seed: int) -> tuple[SimulatedTrace, list[RolloutBatch]]:
     """Run what a seed draws: a fleet, kills, slow calls, lengths and a policy."""
     draw = random.Random(seed)
     actors, node_s = draw.randint(1, 4), draw.choice([0.0, 5.0, 60.0])
-    setup = replace(fleet(actors, draw.choice([60.0, 150.0, 400.0, 1e4])), node_s=node_s, seed=seed)
+    setup = fleet(actors, draw.choice([60.0, 150.0, 400.0, 1e4]))
+    setup = replace(setup, links=Links(draw.choice([0.5, 5.0]), 0.01), node_s=node_s, seed=seed)
     faults = Faults(draw.choice([0.0, 0.02, 0.2]), draw.choice([1.0, 30.0]))
     call_limit_s = draw.choice([LONG_S, 300.0])
     lengths = LognormalLengths(median_tokens=draw.choice([50, 300]), spread=0.8, persistence=0.6)
     batches = list(SyntheticWorkload(lengths, 32, 8, 4, 64, MAX_TOKENS, 0.0, seed=seed).batches(STEPS))
-    policy = make_policy(
-        draw.choice(["static", "cost_aware", "queue_reactive_ray_serve"]), run=RunContract(steps=STEPS)
-    )
+    name = draw.choice(["static", "cost_aware", "queue_reactive_ray_serve", "restless", "restless"])
+    policy = Restless(seed) if name == "restless" else make_policy(name, run=RunContract(steps=STEPS))
     run = simulate(setup, policy, PRICES, batches, faults=faults, call_limit_s=call_limit_s, limit_s=LIMIT_S)
     return run, batches
 
