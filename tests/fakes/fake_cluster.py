@@ -67,6 +67,8 @@ class FakeCluster:
         """Gates of loads that wait for the test, by replica name."""
         self.restless: set[str] = set()
         """Names of replicas that fail to sleep."""
+        self.tiers: list[SleepTier] = []
+        """The tier of each call of `sleep`."""
         self.stopped: list[str] = []
         self._slots: dict[str, int] = {}
 
@@ -120,7 +122,8 @@ class FakeHandle:
         self._name = name
         self._cluster = cluster
 
-    def call(self, method: str, *_: object, **__: object) -> Any:
+    def call(self, method: str, *args: object, **__: object) -> Any:
+        self._cluster.tiers += [each for each in args if isinstance(each, SleepTier)]
         return self._answer(method)
 
     async def _answer(self, method: str) -> Reply[Any]:

@@ -16,7 +16,16 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.orchestrator.weight_sync import ActorWeights
-from rlhfless.records import KV_CAPACITY, Decision, FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
+from rlhfless.records import (
+    KV_CAPACITY,
+    Decision,
+    FunctionName,
+    Probe,
+    PublishedWeights,
+    ReplicaState,
+    SleepTier,
+    WeightVersion,
+)
 from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.prices import started
 from rlhfless.spec import RunSpec
@@ -77,6 +86,14 @@ async def test_a_sync_that_wakes_actors_lets_each_generate_as_soon_as_it_has_loa
     cluster.loads["b"].set_result(None)
     await syncing
     assert watcher.heard == [("joined", 0), ("joined", 1)]
+
+
+async def test_actors_drop_their_weights_at_the_first_switch_already() -> None:
+    """Before a version is served, too: weights kept in pinned host memory would stay there for the whole run."""
+    cluster, pool, weights, _ = weights_of("a", "b")
+    weights.served = None
+    await pool.fall_asleep(CALL)
+    assert cluster.tiers == [SleepTier.DROPPED] * 2
 
 
 async def test_actors_that_wake_without_a_sync_load_the_current_version() -> None:
