@@ -82,6 +82,14 @@ class _Texts:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         return ids
 
+    def turn(self, token_ids: Sequence[int], ends: frozenset[int]) -> str:
+        """Return the text of a model's turn without the tokens that end it."""
+        ids = list(token_ids)
+        while ids and ids[-1] in ends:
+            ids.pop()
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     def body(self, text: str, most: int) -> tuple[list[int], int]:
         """Return the tokens of a text without special tokens, and how many were cut from its middle."""
         ids: list[int] = []
@@ -160,10 +168,7 @@ class TemplateFormat:
         return self._texts.joined(rendering.text, [(message.text, most) for message in added], start)
 
     def read(self, token_ids: Sequence[int], finish_reason: FinishReason, tools: Tools) -> ReadTurn:
-        ids = list(token_ids)
-        while ids and ids[-1] in self.ends:
-            ids.pop()
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._texts.turn(token_ids, self.ends)
         thought, closed, answer = text.rpartition("</think>")
         is_cut = finish_reason is FinishReason.LENGTH
         if not closed and ("<think>" in text or self._opens_thought):
@@ -237,7 +242,6 @@ class PlainFormat:
     """Texts without a chat template, for small policies with a vocabulary of their own: no tools."""
 
     def __init__(self, tokenizer: Any, end_token_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
         self._texts = _Texts(tokenizer)
         self._encoder = Encoder(tokenizer, end_token_ids, templated=False)
         self.ends = frozenset({*end_token_ids, tokenizer.eos_token_id} - {None})
@@ -254,10 +258,7 @@ class PlainFormat:
         return self._texts.joined(marks, [(message.text, most) for message in added], start)
 
     def read(self, token_ids: Sequence[int], finish_reason: FinishReason, tools: Tools) -> ReadTurn:  # noqa: ARG002
-        ids = list(token_ids)
-        while ids and ids[-1] in self.ends:
-            ids.pop()
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._texts.turn(token_ids, self.ends)
         return ReadTurn(text, Message(ASSISTANT, (text,)), Parsed.TEXT)
 
     def following(self, turn: ReadTurn, token_ids: Sequence[int], added: Sequence[Message], most: int) -> Given:  # noqa: ARG002

@@ -125,9 +125,9 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
 def reserved_bytes(
     shape: ModelShape, tensor_parallel: int, batch_tokens: int, sequences: int, *, graphs: bool = True
 ) -> int:
-    """Return the memory of a device that an engine needs beside weights and KV, as the live memory plan counts it.
+    """Return the memory of a device that an engine needs besides weights and KV, as the live memory plan counts it.
 
-    `graphs`: CUDA graphs count. Those of vLLM before 0.21 are captured beside what it may use.
+    `graphs`: count CUDA graphs. vLLM before 0.21 captures them outside the memory that it may use.
     """
     parts = engine_parts(shape, "bfloat16", tensor_parallel, batch_tokens, sequences, graphs=graphs)
     other = sum(part.size_bytes for part in parts if part.name != "weights")
