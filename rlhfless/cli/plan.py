@@ -21,8 +21,8 @@ from rlhfless.cli.options import (
 if TYPE_CHECKING:
     from rlhfless.planning.memory_plan import MemoryPlan, Question
     from rlhfless.planning.resolve import ResolvedRun
-    from rlhfless.planning.run_plan import Planner
     from rlhfless.planning.suggestions import Change
+    from rlhfless.prediction.run_plan import Planner
 
 DOES_NOT_FIT = 1
 """Exit code of a plan whose run would be refused, as of a test that fails."""
@@ -72,7 +72,7 @@ def plan(
     from rlhfless.planning.inputs import local_devices, parsed_sides
     from rlhfless.planning.memory_plan import edited
     from rlhfless.planning.resolve import resolve
-    from rlhfless.planning.run_plan import Planner
+    from rlhfless.prediction.run_plan import Planner
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.spec.load import load_spec
 

@@ -16,13 +16,13 @@ from pydantic import ValidationError
 
 from rlhfless.cli.plan_tables import comparison_lines
 from rlhfless.cli.simulate_progress import Estimates
-from rlhfless.planning import compare
-from rlhfless.planning.compare import Choice, spec_of
 from rlhfless.planning.dimensions import Dimensions
 from rlhfless.planning.host_memory import chart_shared_memory
 from rlhfless.planning.objects import ComparedDevices, ComparisonObject
 from rlhfless.planning.resolve import question_of
-from rlhfless.planning.run_plan import Planner
+from rlhfless.prediction import compare
+from rlhfless.prediction.compare import Choice, spec_of
+from rlhfless.prediction.run_plan import Planner
 from rlhfless.scaling.latency.devices import types_of
 from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import NODE_DEVICES

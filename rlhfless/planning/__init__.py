@@ -1,1 +1,1 @@
-"""Planning of a run before it starts: memory per device and phase, time, and cost."""
+"""Planning of a run before it starts: its placement, and its memory per device and phase."""

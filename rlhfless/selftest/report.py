@@ -14,8 +14,8 @@ from typing import Any
 from rlhfless import __version__
 from rlhfless.orchestrator.live_fleet import EngineStarts
 from rlhfless.planning.memory_plan import Question
-from rlhfless.planning.prediction import Lengths, lengths_of
-from rlhfless.planning.run_plan import Planner
+from rlhfless.prediction.run_plan import Planner
+from rlhfless.prediction.simulated import Lengths, lengths_of
 from rlhfless.scaling.latency.timeline import KNOTS
 from rlhfless.selftest import engines, machine, rank_work, ranks, steps
 from rlhfless.selftest.check import BUNDLED, CheckOutcome, Subject, opened, outcomes

@@ -11,8 +11,8 @@ import numpy as np
 
 from rlhfless.functions.generation.engine import SampleRequest
 from rlhfless.planning.memory_plan import edited
-from rlhfless.planning.prediction import Lengths, lengths_of
-from rlhfless.planning.run_plan import Planner
+from rlhfless.prediction.run_plan import Planner
+from rlhfless.prediction.simulated import Lengths, lengths_of
 from rlhfless.records import FunctionName, SleepTier
 from rlhfless.scaling.memory import GIB
 from rlhfless.selftest import rank_work

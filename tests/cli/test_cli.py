@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fakes.tiny_models import QWEN_05B
 from rlhfless.cli import main, service
 from rlhfless.planning import preflight
-from rlhfless.planning.run_plan import planned
+from rlhfless.prediction.run_plan import planned
 from rlhfless.spec.load import load_spec
 from rlhfless.util.errors import UserError
 

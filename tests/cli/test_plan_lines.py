@@ -9,9 +9,9 @@ import pytest
 
 from rlhfless.cli.plan_tables import devices_lines, schedules_lines
 from rlhfless.planning.objects import PlannedCost, PlannedDevices, PlannedSchedule
-from rlhfless.planning.prediction import Lengths, Predicted
-from rlhfless.planning.run_plan import Planner
 from rlhfless.planning.suggestions import Question
+from rlhfless.prediction.run_plan import Planner
+from rlhfless.prediction.simulated import Lengths, Predicted
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.terminal import Terminal
 

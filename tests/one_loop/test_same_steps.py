@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from one_loop.run import simulate
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.experiment.run import fleet_of, kind_of, layout_of, settings_of
+from rlhfless.sim.run import simulate
 from rlhfless.sim.scenarios import Scenario, load_scenario
 from rlhfless.sim.scenarios.build import price_book, setup
 from rlhfless.sim.scenarios.draw import batches

@@ -13,14 +13,14 @@ import pytest
 from fakes.naive_engine import LinearModel
 from fakes.tiny_scenario import slot_setup
 from fakes.views import Restless
-from one_loop.cluster import Faults
-from one_loop.run import LONG_S, SimulatedTrace, simulate
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.prices import load_price_book
+from rlhfless.sim.cluster import Faults
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.policies import make_policy
+from rlhfless.sim.run import LONG_S, SimulatedTrace, simulate
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Transport
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload

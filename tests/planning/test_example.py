@@ -14,7 +14,7 @@ from rlhfless.control.api.runs import EXAMPLE
 from rlhfless.planning import inputs
 from rlhfless.planning.inputs import model_config
 from rlhfless.planning.resolve import question_of
-from rlhfless.planning.run_plan import Planner
+from rlhfless.prediction.run_plan import Planner
 from rlhfless.scaling.latency.known_models import known_config
 from rlhfless.spec import RunSpec
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rlhfless.bundled import Recipe, WarmStartRecipe, build
 from rlhfless.cli.main import app
-from rlhfless.planning.prediction import Lengths
+from rlhfless.prediction.simulated import Lengths
 from rlhfless.selftest.check import opened
 from rlhfless.selftest.report import latency_at
 from rlhfless.selftest.steps import compared

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhfless.planning.compare import comparison
-from rlhfless.planning.run_plan import forecast, planned
+from rlhfless.prediction.compare import comparison
+from rlhfless.prediction.run_plan import forecast, planned
 from rlhfless.prepare.reward_trial import try_rewards
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.policies.contract import RunContract

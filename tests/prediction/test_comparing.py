@@ -10,18 +10,6 @@ from typing import Any
 
 import pytest
 
-from rlhfless.planning import compare
-from rlhfless.planning.compare import (
-    TURNS,
-    Choice,
-    Tried,
-    as_json,
-    choices_of,
-    front,
-    placement_of,
-    spec_of,
-    try_choice,
-)
 from rlhfless.planning.dimensions import (
     QUANTIZATION,
     SHARE_PREFIXES,
@@ -34,8 +22,20 @@ from rlhfless.planning.dimensions import (
 from rlhfless.planning.inputs import DeviceCount
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.objects import PlannedCost
-from rlhfless.planning.prediction import Predicted, _engine
-from rlhfless.planning.run_plan import Planner, chosen_devices
+from rlhfless.prediction import compare
+from rlhfless.prediction.compare import (
+    TURNS,
+    Choice,
+    Tried,
+    as_json,
+    choices_of,
+    front,
+    placement_of,
+    spec_of,
+    try_choice,
+)
+from rlhfless.prediction.run_plan import Planner, chosen_devices
+from rlhfless.prediction.simulated import Predicted, _engine
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from rlhfless.planning.memory_plan import Question, held_devices
-from rlhfless.planning.prediction import (
+from rlhfless.prediction.simulated import (
     MEASURED_FACTOR,
     PROMPT_TOKENS,
     Lengths,

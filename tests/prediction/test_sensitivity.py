@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlhfless.planning.objects import PlannedCost
-from rlhfless.planning.prediction import Lengths, Predicted
-from rlhfless.planning.sensitivity import as_json, at_other_lengths, at_other_prices, costs_usd, tried_again
+from rlhfless.prediction.sensitivity import as_json, at_other_lengths, at_other_prices, costs_usd, tried_again
+from rlhfless.prediction.simulated import Lengths, Predicted
 from rlhfless.spec import RunSpec
 
 SPEC = RunSpec.model_validate(

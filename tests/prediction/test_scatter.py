@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless.planning import run_plan
-from rlhfless.planning import scatter as scatter_of
 from rlhfless.planning.objects import PlannedCost
-from rlhfless.planning.prediction import Predicted
-from rlhfless.planning.run_plan import Planner
-from rlhfless.planning.scatter import WIDEST, Scatter
 from rlhfless.planning.suggestions import Question
+from rlhfless.prediction import run_plan
+from rlhfless.prediction import scatter as scatter_of
+from rlhfless.prediction.run_plan import Planner
+from rlhfless.prediction.scatter import WIDEST, Scatter
+from rlhfless.prediction.simulated import Predicted
 from rlhfless.spec import RunSpec
 
 

@@ -12,14 +12,14 @@ from typing import Any
 from rlhfless.planning.dimensions import like
 from rlhfless.planning.inputs import DeviceCount, model_config
 from rlhfless.planning.memory_plan import Question
-from rlhfless.planning.prediction import Lengths, Predicted, lengths_of, predicted
-from rlhfless.planning.prefill import PlannedPrefill, planned_prefill
 from rlhfless.planning.resolve import plan_problems, question_of, resolve
-from rlhfless.planning.scatter import Scatter
-from rlhfless.planning.schedules import NO_SCHEDULES, Predict, schedules_of
-from rlhfless.planning.sensitivity import costs_usd
 from rlhfless.planning.suggestions import nearest_change
-from rlhfless.planning.supervised_cost import written, written_lengths
+from rlhfless.prediction.prefill import PlannedPrefill, planned_prefill
+from rlhfless.prediction.scatter import Scatter
+from rlhfless.prediction.schedules import NO_SCHEDULES, Predict, schedules_of
+from rlhfless.prediction.sensitivity import costs_usd
+from rlhfless.prediction.simulated import Lengths, Predicted, lengths_of, predicted
+from rlhfless.prediction.supervised_cost import written, written_lengths
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND

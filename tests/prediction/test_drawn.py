@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from rlhfless.planning.prediction import Drawn, signal_of
+from rlhfless.prediction.simulated import Drawn, signal_of
 from rlhfless.spec import RunSpec
 
 

@@ -9,10 +9,6 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from one_loop.cluster import NO_FAULTS, Faults, SimulatedCluster, SimulatedDevices, version_of
-from one_loop.engines import Engines
-from one_loop.samples import CountedBatch
-from one_loop.stage import SimulatedStage
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.turns import take_turns
@@ -30,9 +26,14 @@ from rlhfless.scaling.function_specs import Bounds, declared
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policy import FleetView, Ints, Policy
 from rlhfless.scaling.prices import PriceBook
+from rlhfless.sim.cluster import NO_FAULTS, Faults, SimulatedCluster, version_of
+from rlhfless.sim.counted import CountedBatch
+from rlhfless.sim.devices import SimulatedDevices
+from rlhfless.sim.engines import Engines
 from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
+from rlhfless.sim.stage import SimulatedStage
 from rlhfless.sim.view import fleet_view
 from rlhfless.sim.virtual_loop import VirtualLoop, run_virtual, waiting
 from rlhfless.spec import RunSpec

@@ -30,7 +30,7 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from rlhfless.planning.memory_plan import Question
-from rlhfless.planning.prediction import Lengths
+from rlhfless.prediction.simulated import Lengths
 from rlhfless.scaling.assignment import PIECES
 from rlhfless.scaling.engine_model import EngineModel, decode_s
 from rlhfless.scaling.fleet_constants import KV_BYTES_PER_S, MOVE_S, kv_token_s

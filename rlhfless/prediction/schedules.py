@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.planning.memory_plan import Question
-from rlhfless.planning.prediction import Predicted
+from rlhfless.prediction.simulated import Predicted
 from rlhfless.records import FunctionName
 from rlhfless.scaling.policies.contract import best_of, contract_for_step, keeps
 from rlhfless.spec import (

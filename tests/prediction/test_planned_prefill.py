@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhfless.planning.memory_plan import Question
-from rlhfless.planning.prediction import Lengths
-from rlhfless.planning.prefill import planned_prefill
+from rlhfless.prediction.prefill import planned_prefill
+from rlhfless.prediction.simulated import Lengths
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.shape import ModelShape

@@ -17,7 +17,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhfless.planning import sensitivity
 from rlhfless.planning.dimensions import (
     QUANTIZATION,
     SHARE_PREFIXES,
@@ -29,11 +28,12 @@ from rlhfless.planning.dimensions import (
 )
 from rlhfless.planning.inputs import parsed_sides
 from rlhfless.planning.objects import PlannedCost
-from rlhfless.planning.prediction import Predicted
 from rlhfless.planning.resolve import plan_problems, question_of
-from rlhfless.planning.run_plan import Planner, planner_of
-from rlhfless.planning.schedules import limit_of_run
 from rlhfless.planning.suggestions import nearest_change
+from rlhfless.prediction import sensitivity
+from rlhfless.prediction.run_plan import Planner, planner_of
+from rlhfless.prediction.schedules import limit_of_run
+from rlhfless.prediction.simulated import Predicted
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
 from rlhfless.scaling.policies.contract import order_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.planning.prefill import AlikeEngines, StepShape, apart_s, compare, drawn_s, one_pool_s
+from rlhfless.prediction.prefill import AlikeEngines, StepShape, apart_s, compare, drawn_s, one_pool_s
 from rlhfless.scaling.latency.fitted import LinearEngine
 
 FLAT = AlikeEngines(LinearEngine(1.0, 0.0, 0.0, 0.01, 0.0), 2, 1000, kv_token_s=0.0, move_s=0.0)

@@ -3,7 +3,7 @@
 The simulator runs the run's own policy under its own contract. Latencies come from the devices' data sheets or, on the
 devices of an earlier run of the same model, from a fit to that run. If response lengths are assumed, the band covers
 half and twice the expected lengths; if they are known, the spread over seeds. With an earlier run on these devices, the
-band is that of its steps (rlhfless.planning.scatter).
+band is that of its steps (rlhfless.prediction.scatter).
 """
 
 from __future__ import annotations

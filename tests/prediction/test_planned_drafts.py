@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from rlhfless.planning.prediction import Lengths, _drafts, lengths_of
+from rlhfless.prediction.simulated import Lengths, _drafts, lengths_of
 from rlhfless.records import Invocation, Work
 from rlhfless.spec import RunSpec
 

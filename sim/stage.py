@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from one_loop.engines import Engines
-from one_loop.samples import NONE, CountedGroup, CountedRequest, CountedSamples
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.orchestrator.generation import GenerationStage, _Message
 from rlhfless.orchestrator.in_flight_samples import StageJournal
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.policy import UNASSIGNED, Heartbeat, Ints, Lost
 from rlhfless.scaling.selection import GroupGate
+from rlhfless.sim.counted import NONE, CountedGroup, CountedRequest, CountedSamples
+from rlhfless.sim.engines import Engines
 from rlhfless.util.clock import unix_s
 
 

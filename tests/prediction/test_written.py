@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from fakes.tiny_models import QWEN_05B
-from rlhfless.planning.compare import choices_of, compared
 from rlhfless.planning.memory_plan import Question
-from rlhfless.planning.prediction import SHEET_FACTOR, Lengths
 from rlhfless.planning.resolve import question_of
-from rlhfless.planning.run_plan import Planner
-from rlhfless.planning.schedules import schedules_of
-from rlhfless.planning.supervised_cost import RESPONSE_TOKENS, Seconds, written, written_lengths
+from rlhfless.prediction.compare import choices_of, compared
+from rlhfless.prediction.run_plan import Planner
+from rlhfless.prediction.schedules import schedules_of
+from rlhfless.prediction.simulated import SHEET_FACTOR, Lengths
+from rlhfless.prediction.supervised_cost import RESPONSE_TOKENS, Seconds, written, written_lengths
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.replay.calibrate import LearningFit
 from rlhfless.sim.replay.latency_file import LineFit

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfless.planning.prediction import Predicted
+from rlhfless.prediction.simulated import Predicted
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.prices import PRICE_SOURCES, PriceSource, load_price_book
 from rlhfless.spec import RunSpec

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rlhfless.planning import prediction
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.objects import PlannedCost, PlannedSchedule
-from rlhfless.planning.prediction import Lengths, Predicted, _schedule
-from rlhfless.planning.schedules import schedules_of
+from rlhfless.prediction import simulated
+from rlhfless.prediction.schedules import schedules_of
+from rlhfless.prediction.simulated import Lengths, Predicted, _schedule
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, RunSpec, SyncSpec
 
 VALUES: dict[str, Any] = {
@@ -170,8 +170,8 @@ def test_steps_that_end_with_enough_groups_are_predicted_with_the_beats_at_which
         measured.update(asked[4])
         raise ValueError("far enough")
 
-    monkeypatch.setattr(prediction, "_engine", lambda *_: {})
-    monkeypatch.setattr(prediction, "_scenario", scenario)
+    monkeypatch.setattr(simulated, "_engine", lambda *_: {})
+    monkeypatch.setattr(simulated, "_scenario", scenario)
     with pytest.raises(ValueError, match="far enough"):
-        prediction.predicted(question(schedule=schedule), {}, LENGTHS, None, quick=True)
+        simulated.predicted(question(schedule=schedule), {}, LENGTHS, None, quick=True)
     assert ("heartbeat_s" not in measured) == heartbeats
