@@ -17,7 +17,7 @@ from rlhfless.functions.generation.deployment import Loaded
 from rlhfless.functions.generation.messages import StreamEnd
 from rlhfless.records import Probe, PublishedWeights, SleepTier, Slept, WeightVersion, Work
 from rlhfless.sim.devices import SimulatedDevices
-from rlhfless.sim.engines import Engines
+from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.service_work import shared_forward
 from rlhfless.sim.setup import ActorShape, LearnerShape, ServiceShape, Setup
 from rlhfless.util.clock import unix_s
@@ -26,7 +26,7 @@ NOTHING_USED = CallUsage()
 
 
 @dataclass(frozen=True, slots=True)
-class Faults:
+class SimulatedFaults:
     """Faults beyond the interruptions of spot actors (`ActorShape.spot_mean_s`)."""
 
     slow_share: float = 0.0
@@ -35,7 +35,7 @@ class Faults:
     """Mean delay of a slow call; delays are exponential."""
 
 
-NO_FAULTS = Faults()
+NO_FAULTS = SimulatedFaults()
 
 
 def version_of(step: int) -> PublishedWeights:
@@ -49,7 +49,7 @@ class SimulatedCluster:
     lost = False
     private = True
 
-    def __init__(self, setup: Setup, engines: Engines, devices: SimulatedDevices, faults: Faults) -> None:
+    def __init__(self, setup: Setup, engines: StepEngines, devices: SimulatedDevices, faults: SimulatedFaults) -> None:
         self.setup = setup
         self.engines = engines
         self.devices = devices
@@ -115,7 +115,7 @@ class SimulatedCluster:
         return at_s + transport.load_s
 
 
-class Answer:
+class PendingAnswer:
     """The answer to a call: a task, which starts when the call is sent (a PendingReply)."""
 
     __slots__ = ("_task",)
@@ -145,12 +145,12 @@ class SimulatedHandle:
         self._slot_setup = setup.slot_setups[slot]
         self._shape: ActorShape | ServiceShape | LearnerShape = (*setup.actors, *setup.services, setup.learner)[slot]
 
-    def call(self, method: str, *arguments: Any, **keywords: Any) -> Answer:
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> PendingAnswer:
         """See rlhfless.fleet.handles.Handle."""
         task = asyncio.create_task(self._alive(getattr(self, f"do_{method}")(*arguments, **keywords)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return Answer(task)
+        return PendingAnswer(task)
 
     def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
         """See rlhfless.fleet.handles.Handle."""
@@ -187,7 +187,7 @@ class SimulatedHandle:
             await asyncio.sleep(delay_s)
 
     async def _work(self, seconds: float, value: Any, usage: CallUsage = NOTHING_USED) -> Reply[Any]:
-        """Answer after `seconds` of work, which begin when earlier calls have ended."""
+        """PendingAnswer after `seconds` of work, which begin when earlier calls have ended."""
         start_s = max(unix_s(), self._busy_s)
         self._busy_s = end_s = start_s + seconds + self._cluster.delay_s()
         if (wait_s := end_s - unix_s()) > 0:

@@ -22,7 +22,7 @@ REPORT_S = 0.25
 """Seconds between two reports of complete groups."""
 
 
-class Engines:
+class StepEngines:
     """The engines of the step that is being generated."""
 
     def __init__(self, actors: Sequence[ActorShape]) -> None:

@@ -26,10 +26,10 @@ from rlhfless.scaling.function_specs import Bounds, declared
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policy import FleetView, Ints, Policy
 from rlhfless.scaling.prices import PriceBook
-from rlhfless.sim.cluster import NO_FAULTS, Faults, SimulatedCluster, version_of
+from rlhfless.sim.cluster import NO_FAULTS, SimulatedCluster, SimulatedFaults, version_of
 from rlhfless.sim.counted import CountedBatch
 from rlhfless.sim.devices import SimulatedDevices
-from rlhfless.sim.engines import Engines
+from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
@@ -62,7 +62,7 @@ def spec_of(setup: Setup, steps: int, call_limit_s: float = LONG_S) -> RunSpec:
     return spec.model_copy(update={"timeouts": timeouts, "generation": generation, "recovery": recovery})
 
 
-class Writer:
+class TraceWriter:
     """Keeps the rows of a trace in memory."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class CountedRolloutRequest:
 class SimulatedRun(RLRun):
     """A run whose samples are counted, and whose batches hold no tokens."""
 
-    engines: Engines
+    engines: StepEngines
     setup: Setup
     batches: Mapping[int, RolloutBatch]
     learned: list[LearnedStep]
@@ -196,7 +196,7 @@ class SimulatedRun(RLRun):
         self.under_way.pop(step, None)
 
 
-class Steps:
+class SimulatedSteps:
     """The steps of a run, for its schedule (implements rlhfless.orchestrator.schedules.Steps, without Recovery)."""
 
     def __init__(self, run: SimulatedRun) -> None:
@@ -215,7 +215,7 @@ def simulate(
     prices: PriceBook,
     batches: Sequence[RolloutBatch],
     *,
-    faults: Faults = NO_FAULTS,
+    faults: SimulatedFaults = NO_FAULTS,
     call_limit_s: float = LONG_S,
     limit_s: float = math.inf,
 ) -> SimulatedTrace:
@@ -232,14 +232,14 @@ async def _simulate(
     policy: Policy,
     prices: PriceBook,
     batches: Sequence[RolloutBatch],
-    faults: Faults,
+    faults: SimulatedFaults,
     call_limit_s: float,
     limit_s: float,
 ) -> SimulatedTrace:
-    engines = Engines(setup.actors)
+    engines = StepEngines(setup.actors)
     _advance_engines(engines, limit_s)
     spec = spec_of(setup, len(batches), call_limit_s)
-    writer = Writer()
+    writer = TraceWriter()
     ledger = Ledger(writer, prices)  # type: ignore[arg-type]
     devices, call = SimulatedDevices(setup), Call("simulated", 1, 0)
     cluster = SimulatedCluster(setup, engines, devices, faults)
@@ -255,7 +255,7 @@ async def _simulate(
         batches={number: replace(batch, step=number) for number, batch in enumerate(batches, 1)},
     )  # fmt: skip
     run.published = version_of(0)
-    await schedule_of(spec.schedule).drive(Steps(run), 1, len(batches))
+    await schedule_of(spec.schedule).drive(SimulatedSteps(run), 1, len(batches))
     for pool in pools.values():
         for replica in pool.replicas():
             replica.drain()
@@ -264,7 +264,7 @@ async def _simulate(
     return SimulatedTrace(writer.ledger.trace(prices, beside, setup.learner.paid_around), run.learned)
 
 
-def _advance_engines(engines: Engines, limit_s: float) -> None:
+def _advance_engines(engines: StepEngines, limit_s: float) -> None:
     """Let the engines advance before the clock of the running loop jumps. The clock stops at `limit_s`."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)

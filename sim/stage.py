@@ -20,7 +20,7 @@ from rlhfless.records import ReplicaState
 from rlhfless.scaling.policy import UNASSIGNED, Heartbeat, Ints, Lost
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.sim.counted import NONE, CountedGroup, CountedRequest, CountedSamples
-from rlhfless.sim.engines import Engines
+from rlhfless.sim.engines import StepEngines
 from rlhfless.util.clock import unix_s
 
 
@@ -45,7 +45,7 @@ class SimulatedStage(GenerationStage):
         request: Any,
         spec: Any,
         runner: Any,
-        engines: Engines,
+        engines: StepEngines,
         move_s: float,
     ) -> None:
         self._pool, self.request, self._spec, self._runner = pool, request, spec, runner

@@ -17,7 +17,7 @@ from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.prices import load_price_book
-from rlhfless.sim.cluster import Faults
+from rlhfless.sim.cluster import SimulatedFaults
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.policies import make_policy
 from rlhfless.sim.run import LONG_S, SimulatedTrace, simulate
@@ -66,7 +66,7 @@ def trace_of(seed: int) -> tuple[SimulatedTrace, list[RolloutBatch]]:
     actors, node_s = draw.randint(1, 4), draw.choice([0.0, 5.0, 60.0])
     setup = fleet(actors, draw.choice([60.0, 150.0, 400.0, 1e4]))
     setup = replace(setup, links=Links(draw.choice([0.5, 5.0]), 0.01), node_s=node_s, seed=seed)
-    faults = Faults(draw.choice([0.0, 0.02, 0.2]), draw.choice([1.0, 30.0]))
+    faults = SimulatedFaults(draw.choice([0.0, 0.02, 0.2]), draw.choice([1.0, 30.0]))
     call_limit_s = draw.choice([LONG_S, 300.0])
     lengths = LognormalLengths(median_tokens=draw.choice([50, 300]), spread=0.8, persistence=0.6)
     batches = list(SyntheticWorkload(lengths, 32, 8, 4, 64, MAX_TOKENS, 0.0, seed=seed).batches(STEPS))
