@@ -187,7 +187,7 @@ class SimulatedHandle:
             await asyncio.sleep(delay_s)
 
     async def _work(self, seconds: float, value: Any, usage: CallUsage = NOTHING_USED) -> Reply[Any]:
-        """PendingAnswer after `seconds` of work, which begin when earlier calls have ended."""
+        """Answer after `seconds` of work, which begin when earlier calls have ended."""
         start_s = max(unix_s(), self._busy_s)
         self._busy_s = end_s = start_s + seconds + self._cluster.delay_s()
         if (wait_s := end_s - unix_s()) > 0:

@@ -62,7 +62,7 @@ def spec_of(setup: Setup, steps: int, call_limit_s: float = LONG_S) -> RunSpec:
     return spec.model_copy(update={"timeouts": timeouts, "generation": generation, "recovery": recovery})
 
 
-class TraceWriter:
+class MemoryTrace:
     """Keeps the rows of a trace in memory."""
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ async def _simulate(
     engines = StepEngines(setup.actors)
     _advance_engines(engines, limit_s)
     spec = spec_of(setup, len(batches), call_limit_s)
-    writer = TraceWriter()
+    writer = MemoryTrace()
     ledger = Ledger(writer, prices)  # type: ignore[arg-type]
     devices, call = SimulatedDevices(setup), Call("simulated", 1, 0)
     cluster = SimulatedCluster(setup, engines, devices, faults)
