@@ -22,17 +22,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import (
-    Call,
-    CallResult,
-    CallUsage,
-    DistributedSettings,
-    Function,
-    FunctionBroken,
-    RankPlace,
-    ReplicaInfo,
-    admitted,
-)
+from rlhfless.functions.base import CallResult, DistributedSettings, Function, RankPlace, admitted
+from rlhfless.functions.calls import Call, CallUsage, FunctionBroken, ReplicaInfo
 from rlhfless.functions.devices import ALLOCATOR, EXPANDABLE, PINNED, naming_memory_errors, require_cuda
 from rlhfless.functions.loopback import (
     LOOPBACK,

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.handles import HandleLost
-from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
-from rlhfless.functions.generation.deployment import Loaded
-from rlhfless.functions.generation.messages import StreamEnd
+from rlhfless.fleet.protocols import FleetError
+from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo, Reply
+from rlhfless.functions.generation.messages import Loaded, StreamEnd
 from rlhfless.records import Probe, PublishedWeights, SleepTier, Slept, WeightVersion, Work
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.functions.base import CallUsage
+from rlhfless.functions.calls import CallUsage
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
 from rlhfless.sim.samples import StepProgress

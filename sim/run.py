@@ -12,7 +12,7 @@ from typing import Any
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.turns import take_turns
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator import step as rlhf
 from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.live_fleet import LiveFleet

@@ -16,18 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
-from rlhfless.functions.base import (
-    Call,
-    CallResult,
-    CallUsage,
-    DeviceBinding,
-    Function,
-    FunctionBroken,
-    FunctionSettings,
-    ReplicaInfo,
-    Reply,
-    admitted,
-)
+from rlhfless.functions.base import CallResult, DeviceBinding, Function, FunctionSettings, admitted
+from rlhfless.functions.calls import Call, CallUsage, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.functions.devices import Planned, cuda_fault, engine_fault
 from rlhfless.functions.generation.engine import (
     OFFER,
@@ -35,7 +25,6 @@ from rlhfless.functions.generation.engine import (
     EngineDead,
     EngineSettings,
     EngineTimeout,
-    KvTransfer,
     LoadReport,
     Sampled,
     SampleRequest,
@@ -45,6 +34,8 @@ from rlhfless.functions.generation.engine_log import log_file
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
     GenerationEvent,
+    KvTransfer,
+    Loaded,
     PrecomputeRequest,
     SampleKey,
 )
@@ -54,7 +45,6 @@ from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
 from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
-from rlhfless.spec import Transport
 from rlhfless.spec.imports import add_import_paths, import_paths
 from rlhfless.util.tasks import gather_or_cancel
 from rlhfless.weights.check import WeightCheckFailed, WeightFileError, check_probe, default_tolerance
@@ -78,18 +68,6 @@ class GenerationSettings(FunctionSettings):
     planned: Planned = field(default_factory=dict)
     import_paths: tuple[str, ...] = ()
     """Folders from which to import a user-defined engine: the driver's `sys.path`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A load that passed its checks."""
-
-    version: str
-    """The version's label."""
-    transport: Transport | None
-    """How the tensors arrived; None if they were already present or the engine does not report it."""
-    read_back: int
-    """Tensors with elements read back from the engine's layers; only the probe covers the others."""
 
 
 class WrongVersion(RuntimeError):

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
+from rlhfless.functions.generation.messages import KvTransfer
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
 from rlhfless.spec import DType, EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec, Transport
 from rlhfless.spec.fleet import KvConnector
@@ -104,12 +105,9 @@ class EngineSettings:
         return all(Path(path).is_dir() for path in (self.model, self.tokenizer, self.speculation.model or self.model))
 
 
-KvTransfer = Mapping[str, Any]
-"""Opaque parameters of a KV transfer between engines. An engine's answer to OFFER is passed to another engine of its
-kind."""
-
 OFFER: KvTransfer = {"do_remote_decode": True, "do_remote_prefill": False}
-"""In the format of vLLM's connectors; an engine that cannot move KV ignores it."""
+"""Asks an engine for its part of a transfer, in the format of vLLM's connectors. An engine that cannot move KV ignores
+it."""
 
 
 @dataclass(frozen=True, slots=True)

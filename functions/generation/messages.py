@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from rlhfless.functions.base import Reply
-from rlhfless.functions.generation.engine import KvTransfer
+from rlhfless.functions.calls import Reply
 from rlhfless.records import IntArray, Rollout
+from rlhfless.spec import Transport
 
 SampleKey = tuple[str, int]
 """(prompt ID, sample index): the name of a sample within its step."""
+
+KvTransfer = Mapping[str, Any]
+"""Opaque parameters of a KV transfer between engines. An engine's answer to OFFER is passed to another engine of its
+kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +125,15 @@ class StreamEnd:
 
 
 GenerationEvent = GroupsFinished | Progress | StreamEnd
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that passed its checks."""
+
+    version: str
+    """The version's label."""
+    transport: Transport | None
+    """How the tensors arrived; None if they were already present or the engine does not report it."""
+    read_back: int
+    """Tensors with elements read back from the engine's layers; only the probe covers the others."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import numpy as np
 
-from rlhfless.functions.base import CallUsage, Reply
+from rlhfless.functions.calls import CallUsage, Reply
 from rlhfless.functions.generation.engine import (
     Engine,
     EngineError,

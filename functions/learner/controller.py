@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, CallResult, CallUsage, Reply, admitted
+from rlhfless.functions.base import CallResult, admitted
+from rlhfless.functions.calls import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.training.controller import TrainedFunction, TrainedSettings, TrainingActor
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from rlhfless.functions.base import (
-    Call,
-    CallResult,
-    CallUsage,
-    DeviceBinding,
-    DistributedSettings,
-    Function,
-    FunctionSettings,
-    ReplicaInfo,
-    admitted,
-)
+from rlhfless.functions.base import CallResult, DeviceBinding, DistributedSettings, Function, FunctionSettings, admitted
+from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo
 from rlhfless.functions.launching import Launch, binding
 from rlhfless.functions.ranks import DistributedFunction, RankActor
 from rlhfless.records import Group, Prompt, Sample, Score

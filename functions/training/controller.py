@@ -16,7 +16,8 @@ import ray
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions.base import Call, CallResult, CallUsage, DistributedSettings, Reply, admitted
+from rlhfless.functions.base import CallResult, DistributedSettings, admitted
+from rlhfless.functions.calls import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks import DistributedFunction, RankActor
 from rlhfless.scaling.function_specs import FunctionSpec

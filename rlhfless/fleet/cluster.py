@@ -29,6 +29,7 @@ from ray.serve.schema import ApplicationStatus
 from rlhfless.fleet import private_ray, ray_session
 from rlhfless.fleet.each_node import on_node
 from rlhfless.fleet.nodes import ambiguous, nodes_of
+from rlhfless.fleet.protocols import FleetError
 from rlhfless.fleet.serve_handles import ServeHandle
 from rlhfless.prepare.machine import first_gpu_bytes
 from rlhfless.scaling.latency.devices import NODE_LABEL
@@ -61,10 +62,6 @@ _router_pickling = threading.Lock()
 """While Serve creates a RequestRouterConfig, it registers its own module with cloudpickle as "pickled by value", for
 the whole process. Each deployment creates a config, and so does the thread of each handle when its replica's
 configuration arrives or changes. Two at the same time fail with `not registered for pickle by value`."""
-
-
-class FleetError(RuntimeError):
-    """A replica did not start, answer or stop as requested. The message names the replica, the wait and its length."""
 
 
 class Cluster:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, Protocol
 
-from rlhfless.functions.base import Reply
+from rlhfless.functions.calls import Reply
 
 
 class HandleLost(RuntimeError):

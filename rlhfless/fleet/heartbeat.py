@@ -25,7 +25,7 @@ from rlhfless.fleet.leave_node import drain
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.run_devices import RunDevices
-from rlhfless.functions.base import Call, StaleCall
+from rlhfless.functions.calls import Call, StaleCall
 from rlhfless.util.clock import monotonic_s
 
 log = logging.getLogger(__name__)

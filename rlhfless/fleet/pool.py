@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.protocols import FleetError
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.replicas import Replicas
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.records import FunctionRole, ReplicaState, SleepTier, WeightVersion
 from rlhfless.scaling.function_specs import Bounds
 from rlhfless.util.clock import unix_s

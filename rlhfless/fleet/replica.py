@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 from rlhfless.fleet.handles import Handle, HandleLost
-from rlhfless.functions.base import Call, CallUsage, FunctionBroken, ReplicaInfo, Reply
+from rlhfless.functions.calls import Call, CallUsage, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.records import (
     KV_CAPACITY,
     START,

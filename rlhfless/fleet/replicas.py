@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.handles import HandleLost
+from rlhfless.fleet.protocols import FleetError, ReplicaCluster, ReplicaDevices
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
-from rlhfless.fleet.run_devices import RunDevices
-from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
+from rlhfless.functions.calls import Call, ReplicaInfo, StaleCall, settings_key
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.function_specs import Bounds, FunctionSpec
 from rlhfless.scaling.placement import Allocation
@@ -44,8 +43,8 @@ TELLS_S = 15.0
 class Replicas:
     """All replicas of a function, by name and by slot, the index of their allocation."""
 
-    _cluster: Cluster
-    _devices: RunDevices
+    _cluster: ReplicaCluster
+    _devices: ReplicaDevices
     _blueprint: Blueprint
     _call: Call
     _timeouts: TimeoutsSpec

@@ -21,8 +21,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from rlhfless.fleet.cluster import Cluster, FleetError
+from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.nodes import selector, shortage
+from rlhfless.fleet.protocols import FleetError, Lost, NoDevices
 from rlhfless.fleet.reservations import (
     DIED,
     SHARED_MANAGER,
@@ -33,7 +34,7 @@ from rlhfless.fleet.reservations import (
     existing_manager,
     reservation_manager,
 )
-from rlhfless.functions.base import Call, StaleCall
+from rlhfless.functions.calls import Call, StaleCall
 from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
 from rlhfless.scaling.prices import Acquired, fitting
@@ -53,15 +54,8 @@ SAY_AGAIN_S = 30.0
 CALL_S = 30.0
 """Timeout for an answer of the reservation manager, including its start."""
 
-Lost = Callable[[str], None]
-"""Called with the reason when the devices of a replica are lost."""
-
 Shown = Callable[[str], AbstractContextManager[None]]
 """Shows a status text for the duration of the block."""
-
-
-class NoDevices(FleetError):
-    """Devices did not become free in time. The message names them, what is free, and how long the run waited."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from rlhfless.fleet.handles import HandleLost
-from rlhfless.functions.base import Reply
+from rlhfless.functions.calls import Reply
 
 
 class ServeHandle:

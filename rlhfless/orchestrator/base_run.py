@@ -17,7 +17,7 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.ledger import Ledger, StepClock
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Decision, FunctionRole, Prompt, StepRecord, Work

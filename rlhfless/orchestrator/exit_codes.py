@@ -10,10 +10,10 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.protocols import FleetError
 from rlhfless.fleet.ray_session import NoCluster, NoRay
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
-from rlhfless.functions.base import FunctionBroken, StaleCall
+from rlhfless.functions.calls import FunctionBroken, StaleCall
 from rlhfless.functions.generation.engine import EngineError
 from rlhfless.orchestrator.host import RunPaused
 from rlhfless.orchestrator.session import JOURNAL_FILE

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey, Sampling
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import PREFIXES, Decision, FinishReason, Prompt, Rollout, Work, sample_seed

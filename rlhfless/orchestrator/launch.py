@@ -23,8 +23,9 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Recorder
 from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.run_devices import RunDevices
-from rlhfless.fleet.turns import SharedDevices, Turns, take_turns
-from rlhfless.functions.base import Call
+from rlhfless.fleet.shared_devices import SharedDevices
+from rlhfless.fleet.turns import Turns, take_turns
+from rlhfless.functions.calls import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.orchestrator.host import DevicesWanted
 from rlhfless.planning.host_memory import Needed, Room, on_this_node, room_at, room_problems, store_base

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.functions.generation.vllm.arguments import SUPPORTED_RELEASE, installed_version
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.records import Decision, FunctionRole, Invocation, StartPhase

@@ -17,9 +17,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
-from rlhfless.functions.base import Call
-from rlhfless.functions.generation.engine import KvTransfer
-from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
+from rlhfless.functions.calls import Call
+from rlhfless.functions.generation.messages import KvTransfer, PrecomputeRequest, SampleItem
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS, to_precompute

@@ -18,10 +18,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import RECOVERABLE
+from rlhfless.fleet.protocols import FleetError
 from rlhfless.fleet.run_devices import RunDevices
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.planning.host_memory import on_this_node
 from rlhfless.planning.resolve import ResolvedRun

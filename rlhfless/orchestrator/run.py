@@ -12,7 +12,7 @@ from rlhfless.algorithms.base import Algorithm, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.algorithms.kl import adapt_kl, adaptive_kl, with_kl_coefficient
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.experience import added_up, readable
 from rlhfless.orchestrator.generation import GenerationStage

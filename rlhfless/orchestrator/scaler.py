@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.live_fleet import EngineStarts, FleetFigures, LiveFleet
 from rlhfless.orchestrator.prompt_kv import PrefillActors

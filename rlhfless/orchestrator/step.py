@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhfless.algorithms.base import ActorCritic
 from rlhfless.algorithms.batch import PackedBatch, in_batch_order, leave_out, pack
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.experience import (
     by_token,
     log_failures,

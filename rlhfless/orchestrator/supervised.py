@@ -16,7 +16,7 @@ import numpy as np
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.supervised import Objective, evaluate, objective_of, pack_examples
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.ledger import StepAttempt
 from rlhfless.orchestrator.step_metrics import own_seconds

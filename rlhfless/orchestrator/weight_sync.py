@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
-from rlhfless.functions.base import Call
-from rlhfless.functions.generation.deployment import Loaded
+from rlhfless.functions.calls import Call
+from rlhfless.functions.generation.messages import Loaded
 from rlhfless.records import FunctionRole, PublishedWeights, ReplicaState, WeightVersion, Work
 from rlhfless.scaling.fleet_constants import TIERS
 from rlhfless.scaling.placement import Device

@@ -11,7 +11,7 @@ import pytest
 
 from fakes import saboteur
 from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.records import PublishedWeights
 from rlhfless.records.traces import Comparison, compare_samples, read_trace

@@ -17,7 +17,7 @@ import pytest
 
 from fakes.live_runs import Live, train_step
 from rlhfless.fleet.replica import Replica
-from rlhfless.functions.base import Call, StaleCall
+from rlhfless.functions.calls import Call, StaleCall
 from rlhfless.functions.generation.deployment import WrongVersion
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem
 from rlhfless.functions.loopback import is_loopback

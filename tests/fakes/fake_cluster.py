@@ -15,12 +15,12 @@ from fakes.builders import drawn
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.replicas import Blueprint
-from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
-from rlhfless.functions.generation.deployment import Loaded
+from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
     GroupsFinished,
+    Loaded,
     PrecomputeRequest,
     Progress,
     SampleItem,

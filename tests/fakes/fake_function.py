@@ -15,7 +15,8 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.run_devices import RunDevices
-from rlhfless.functions.base import Call, DeviceBinding, Function, LeaseTerms, Reply
+from rlhfless.functions.base import DeviceBinding, Function, LeaseTerms
+from rlhfless.functions.calls import Call, Reply
 from rlhfless.functions.launching import binding
 from rlhfless.records import FunctionName, Holding, Invocation
 from rlhfless.scaling.function_specs import Bounds, declared

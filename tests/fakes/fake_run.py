@@ -13,7 +13,7 @@ import numpy as np
 
 from fakes.fake_cluster import FakeCluster, FakePool, pool_of, prompt, runner
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, ReplicaInfo
+from rlhfless.functions.calls import Call, ReplicaInfo
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
 from rlhfless.orchestrator.ledger import Ledger

@@ -9,7 +9,7 @@ import pytest
 from fakes.fake_cluster import CALL, FakeCluster, pool_of
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.turns import Turns, take_turns
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, SleepTier, WeightVersion
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device

@@ -9,9 +9,9 @@ import pytest
 
 from fakes.fake_cluster import CALL, FakeCluster, FakeHandle, Watcher, pool_of
 from fakes.fake_run import until
-from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.handles import HandleLost
 from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.protocols import FleetError
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.placement import Allocation, Device

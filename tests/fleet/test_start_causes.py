@@ -10,7 +10,8 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from rlhfless.fleet.cluster import Cause, Cluster, FleetError, innermost
+from rlhfless.fleet.cluster import Cause, Cluster, innermost
+from rlhfless.fleet.protocols import FleetError
 
 # Text of Ray 2.60: an error of a learner's rank, reported through its controller and Serve's controller.
 SERVE = """The deployment failed to start 1 times in a row. This may be due to a problem with its constructor or \

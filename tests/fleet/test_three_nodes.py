@@ -24,9 +24,10 @@ from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.each_node import ask_each_node
 from rlhfless.fleet.heartbeat import LeavingWatch, drain_nodes
 from rlhfless.fleet.leave_node import INSTANCE
+from rlhfless.fleet.protocols import NoDevices
 from rlhfless.fleet.replica import Replica
-from rlhfless.fleet.run_devices import NoDevices, RunDevices
-from rlhfless.functions.base import StaleCall
+from rlhfless.fleet.run_devices import RunDevices
+from rlhfless.functions.calls import StaleCall
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.function_specs import Bounds
 from rlhfless.selftest.between_nodes import MEET_S, between_nodes

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from fakes.builders import LONG
-from rlhfless.functions.base import Call, DeviceBinding
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.functions.calls import Call
 from rlhfless.functions.kinds import REFERENCE
 from rlhfless.functions.loading import is_finite
 from rlhfless.functions.per_token import PerTokenFunction, PerTokenSettings

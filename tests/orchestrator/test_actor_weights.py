@@ -11,10 +11,10 @@ import pytest
 
 from fakes.fake_cluster import CALL, FakeCluster, NoRecords, Watcher, pool_of
 from fakes.fake_run import until
-from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.protocols import FleetError
 from rlhfless.fleet.replica import Replica, ReplicaLost
-from rlhfless.functions.base import Call, ReplicaInfo
+from rlhfless.functions.calls import Call, ReplicaInfo
 from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import (
     KV_CAPACITY,

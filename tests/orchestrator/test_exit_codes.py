@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from fakes.builders import drawn
 from rlhfless.cli import main
-from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.protocols import FleetError
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
-from rlhfless.functions.base import FunctionBroken, StaleCall
+from rlhfless.functions.calls import FunctionBroken, StaleCall
 from rlhfless.functions.generation.engine import EngineDead, EngineTimeout
 from rlhfless.orchestrator import driver
 from rlhfless.orchestrator.exit_codes import hint

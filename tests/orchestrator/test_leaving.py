@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhfless.fleet.heartbeat import LeavingWatch
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import TrainerPools
 from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host

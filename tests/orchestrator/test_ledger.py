@@ -12,7 +12,7 @@ import pytest
 
 from fakes.fake_run import ledger_in
 from rlhfless.fleet.replica import Replica
-from rlhfless.functions.base import ReplicaInfo
+from rlhfless.functions.calls import ReplicaInfo
 from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
 from rlhfless.records import FunctionName, Holding, ReplicaState
 from rlhfless.records.traces import read_trace

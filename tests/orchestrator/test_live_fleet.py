@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fakes.fake_run import Fleet, until
-from rlhfless.functions.base import ReplicaInfo
+from rlhfless.functions.calls import ReplicaInfo
 from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.live_fleet import EngineStarts

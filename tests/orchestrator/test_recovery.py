@@ -10,7 +10,7 @@ import pytest
 
 from fakes.fake_run import ledger_in
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
-from rlhfless.functions.base import Call, ReplicaInfo
+from rlhfless.functions.calls import Call, ReplicaInfo
 from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.orchestrator.recovery import Recovered, Recovery
 from rlhfless.orchestrator.run import RLRun

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fakes import fake_run as scenes
 from fakes.fake_cluster import group, prompt, runner
 from fakes.fake_run import until
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.experience import LOGPROBS, has_signal, usable_of, with_redraws, with_signal
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.orchestrator.run import AlgorithmState

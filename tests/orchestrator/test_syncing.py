@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rlhfless.fleet.replica import Replica
-from rlhfless.functions.base import Call
-from rlhfless.functions.generation.deployment import Loaded
+from rlhfless.functions.calls import Call
+from rlhfless.functions.generation.messages import Loaded
 from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity

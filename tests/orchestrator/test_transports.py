@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhfless.fleet.replica import Replica
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.launch import TransportRefused, transport_of
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.placement import Allocation, Device, DeviceGroup, Placement

@@ -11,7 +11,7 @@ import pytest
 
 from fakes.fake_run import Scene, until, weights_of
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.schedules import schedule_of

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.functions.generation.messages import GenerateRequest, Sampling
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples, RolloutRequest
 from rlhfless.records import Prompt, Work

@@ -22,7 +22,7 @@ from rlhfless.control.driver.service_client import Outbox
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects import DeviceWork, FunctionUsage, ReplicaNow
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.fleet.run_devices import NoDevices
+from rlhfless.fleet.protocols import NoDevices
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.host import DevicesWanted, Host, StopCause, Verdict
 from rlhfless.orchestrator.ledger import Ledger

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fakes.builders import drawn
-from rlhfless.functions.base import Call
+from rlhfless.functions.calls import Call
 from rlhfless.functions.generation.deployment import GenerationFunction
 from rlhfless.functions.generation.engine import Sampled, SampleRequest
 from rlhfless.functions.generation.messages import (

@@ -15,7 +15,8 @@ from fakes.builders import LONG
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions import ranks as ranks_module
-from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.functions.calls import Call, FunctionBroken
 from rlhfless.functions.devices import OutOfMemory
 from rlhfless.functions.learner.controller import (
     LearnerActor,

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from fakes.builders import LONG, drawn
-from rlhfless.functions.base import Call, DeviceBinding
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.functions.calls import Call
 from rlhfless.functions.scoring.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.scoring.reward_model import RewardModel
 from rlhfless.records import FinishReason, Group, Prompt
