@@ -14,8 +14,8 @@ from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.turns import take_turns
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator import step as rlhf
+from rlhfless.orchestrator.fleet_slots import FleetSlots
 from rlhfless.orchestrator.ledger import Ledger
-from rlhfless.orchestrator.live_fleet import LiveFleet
 from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.orchestrator.scaler import Scaler, StepDue
 from rlhfless.orchestrator.schedules import schedule_of
@@ -82,13 +82,16 @@ class MemoryTrace:
     def close(self) -> None: ...
 
 
-class SimulatedView(LiveFleet):
-    """The fleet with the simulator's view of its slots."""
+class SimulatedView(FleetSlots):
+    """The slots of a run with the simulator's view of them."""
 
-    fleet_view: FleetView
+    def __init__(self, call: Call, pools: Sequence[ReplicaPool], ledger: Ledger, fleet_view: FleetView) -> None:
+        super().__init__(call, pools, ledger)
+        self._view = fleet_view
 
     def view(self) -> FleetView:
-        return self.fleet_view
+        """See FleetSlots."""
+        return self._view
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +248,7 @@ async def _simulate(
     cluster = SimulatedCluster(setup, engines, devices, faults)
     pools = _pools(setup, spec, cluster, devices, call, ledger)
     take_turns(pool for pool in pools.values())
-    fleet = SimulatedView(spec, call, [*pools.values()], ledger, None, setup.max_tokens)  # type: ignore[arg-type]
-    fleet.fleet_view = fleet_view(setup, prices)
+    fleet = SimulatedView(call, [*pools.values()], ledger, fleet_view(setup, prices))
     scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))  # type: ignore[arg-type]
     run = SimulatedRun(
         run_id="simulated", attempt=1, spec=spec, order=None, held_out=(), pools=pools, ledger=ledger,

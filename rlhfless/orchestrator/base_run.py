@@ -149,7 +149,7 @@ def _part(pool: ReplicaPool) -> str:
 
 
 class ElasticLearner(Protocol):
-    """A learner with a variable number of ranks: see rlhfless.orchestrator.recovery.LearnerSize."""
+    """A learner with a variable number of ranks: see rlhfless.orchestrator.learner_size.LearnerSize."""
 
     def resume(self, decisions: Sequence[Decision]) -> None: ...
 

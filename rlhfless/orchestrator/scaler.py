@@ -1,4 +1,4 @@
-"""The scaling policy on the wall clock: pass events of the run to the policy, and carry out its actions.
+"""The scaling policy of a run: pass events of the run to the policy, and carry out its actions.
 
 The simulator runs the same policies on a virtual clock; `rlhfless.scaling.assignment` decides for both which actions
 are refused. A policy fault stops the simulator, but must not stop a run: actions before the fault stay in effect,
@@ -14,22 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.functions.calls import Call
+from rlhfless.orchestrator.fleet_slots import FleetFigures, FleetSlots
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
-from rlhfless.orchestrator.live_fleet import EngineStarts, FleetFigures, LiveFleet
 from rlhfless.orchestrator.prompt_kv import PrefillActors
-from rlhfless.planning.preflight import Prepared
-from rlhfless.records import Decision, FunctionRole, ReplicaState, StepRecord, Work
-from rlhfless.records.traces import Trace
+from rlhfless.records import Decision, ReplicaState, StepRecord, Work
 from rlhfless.scaling.latency.fitted import EngineSpeeds
-from rlhfless.scaling.latency.roofline import START_S
-from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.policies.contract import CheapestUnderDeadline, RunContract, contract_for_step
-from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.cost_aware.forecasts import PredictedLengths
-from rlhfless.scaling.policies.static import Static
 from rlhfless.scaling.policy import (
     UNASSIGNED,
     Action,
@@ -49,9 +40,6 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec, RunSpec, WeightedSpec
-from rlhfless.spec.fleet import StaticSpec
-from rlhfless.spec.imports import load_target
 from rlhfless.util.clock import unix_s
 
 log = logging.getLogger(__name__)
@@ -77,7 +65,7 @@ class PolicyRunner:
     def __init__(
         self,
         policy: Policy,
-        fleet: LiveFleet,
+        fleet: FleetSlots,
         note: Callable[[Decision], None],
     ) -> None:
         self._policy = policy
@@ -265,7 +253,7 @@ class Scaler:
     def __init__(
         self,
         policy: Policy,
-        fleet: LiveFleet,
+        fleet: FleetSlots,
         speeds: EngineSpeeds,
         ledger: FleetFigures,
         due: StepDue,
@@ -305,69 +293,3 @@ class Scaler:
         """End a step, for the policy and the deadline."""
         self.runner.end(StepEnded(record.resumed_s, record.end_s), record.step)
         self.due.end_step(record.end_s)
-
-
-def scaler_of(
-    spec: RunSpec,
-    prepared: Prepared,
-    call: Call,
-    pools: Sequence[ReplicaPool],
-    ledger: FleetFigures,
-    lengths: LengthPredictor,
-    earlier: Trace | None,
-) -> Scaler:
-    """Build the scaler of a spec. `pools`: the pools of all functions, the actors' first. `lengths` predicts response
-    lengths. `earlier`: the trace of the run's earlier attempts."""
-    limits = spec.generation.engine
-    shape = None if prepared.shape is None else prepared.shape.up_to(prepared.max_model_len)
-    speeds = EngineSpeeds(shape, limits.devices_per_actor, limits.sequence_limit)
-    if earlier is not None:
-        speeds.learn_trace(earlier)
-    starts = EngineStarts(spec, shape)
-    fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, starts)
-    spent_usd = ledger.cost_usd(())
-    due = StepDue(_rest_of(spec, spec.scaling.contract, earlier, spent_usd))
-    prefill = _prefill_of(spec, pools, ledger, speeds)
-    return Scaler(policy_of(spec, lengths, earlier, spent_usd), fleet, speeds, ledger, due, prefill)
-
-
-def _prefill_of(
-    spec: RunSpec, pools: Sequence[ReplicaPool], ledger: FleetFigures, speeds: EngineSpeeds
-) -> PrefillActors | None:
-    """Return the prefill actors, if any. Until one has started, a start is expected to take as long as an actor's."""
-    pool = next((pool for pool in pools if pool.kind.role is FunctionRole.PREFILLS), None)
-    if pool is None:
-        return None
-    functions = pool.function, pools[0].function
-
-    def start_s() -> float:
-        measured = (ledger.mean_start_s(function) for function in functions)
-        return next((seconds for seconds in measured if seconds is not None), START_S)
-
-    return PrefillActors(pool, speeds, start_s, spec.timeouts.sync_s)
-
-
-def policy_of(spec: RunSpec, lengths: LengthPredictor, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:
-    """Build the policy of `scaling.policy`. In a resumed run, the remainder of a per-run contract applies to the
-    remaining steps."""
-    scaling = spec.scaling
-    # A fixed fleet costs the same under every plan, so only time matters.
-    contract = WeightedSpec(time_weight=1.0) if scaling.generation.fixed else scaling.contract
-    run = _rest_of(spec, contract, earlier, spent_usd)
-    if isinstance(scaling.policy, CostAwareSpec):
-        return CostAware(scaling.policy, run, PredictedLengths(lengths))
-    if isinstance(scaling.policy, StaticSpec):
-        return Static(scaling.policy)
-    own: Policy = load_target(scaling.policy.type)(scaling.policy, run)
-    return own
-
-
-def _rest_of(spec: RunSpec, contract: ContractSpec, earlier: Trace | None, spent_usd: float) -> RunContract:
-    """Return the contract for the steps that are not in the trace: the remaining deadline or budget of the run."""
-    done = () if earlier is None else earlier.steps
-    if isinstance(contract, CheapestSpec) and contract.per == "run":
-        left_s = contract.deadline_s - sum(step.end_s - step.start_s for step in done)
-        contract = contract.model_copy(update={"deadline_s": max(left_s, 0.0)})
-    if isinstance(contract, FastestSpec) and contract.per == "run":
-        contract = contract.model_copy(update={"budget_usd": max(contract.budget_usd - spent_usd, 0.0)})
-    return RunContract(contract, max(spec.steps - len(done), 1))

@@ -29,11 +29,12 @@ from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.launch import devices_wanted, launch_of, pools_of, require_room, shm_cleanup, store_folders
+from rlhfless.orchestrator.learner_size import size_of
 from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
 from rlhfless.orchestrator.prompt_selection import PromptHistory
-from rlhfless.orchestrator.recovery import clear, size_of
+from rlhfless.orchestrator.recovery import clear
 from rlhfless.orchestrator.run import RLRun
-from rlhfless.orchestrator.scaler import scaler_of
+from rlhfless.orchestrator.run_scaler import scaler_of
 from rlhfless.orchestrator.supervised import SupervisedRun
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding
 from rlhfless.planning.preflight import Prepared

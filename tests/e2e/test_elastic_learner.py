@@ -21,8 +21,9 @@ import pytest
 from fakes import saboteur
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.orchestrator.base_run import BaseRun
-from rlhfless.orchestrator.driver import drive_steps
-from rlhfless.orchestrator.recovery import LearnerSize, Recovered
+from rlhfless.orchestrator.learner_size import LearnerSize
+from rlhfless.orchestrator.recovery import Recovered
+from rlhfless.orchestrator.run_steps import drive_steps
 from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.planning.preflight import preflight
 from rlhfless.records import Decision, ReplicaState

@@ -14,7 +14,7 @@ import pytest
 from fakes.live_runs import PausesAfter, fault_opening, tokens_of
 from rlhfless.orchestrator.driver import execute
 from rlhfless.orchestrator.host import Host, RunPaused
-from rlhfless.orchestrator.recovery import LearnerSize
+from rlhfless.orchestrator.learner_size import LearnerSize
 from rlhfless.orchestrator.session import Session
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace, read_trace

@@ -18,10 +18,10 @@ from fakes.model_folders import save_reward_model_of
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.scoring.reward_model import RewardModel
-from rlhfless.orchestrator.driver import drive_steps
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.recovery import Recovered
 from rlhfless.orchestrator.run import RLRun
+from rlhfless.orchestrator.run_steps import drive_steps
 from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.records import Experience, FinishReason
 from rlhfless.records.traces import read_trace

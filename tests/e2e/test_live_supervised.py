@@ -18,10 +18,12 @@ from fakes import saboteur
 from fakes.live_runs import PausesAfter, fault_opening
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.functions.scoring.reward_model import RewardModel
-from rlhfless.orchestrator.driver import Outcome, drive_steps, execute
+from rlhfless.orchestrator import supervised
+from rlhfless.orchestrator.driver import Outcome, execute
 from rlhfless.orchestrator.host import Host, RunPaused
 from rlhfless.orchestrator.recovery import Recovered
 from rlhfless.orchestrator.run import RLRun
+from rlhfless.orchestrator.run_steps import drive_steps
 from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.planning.preflight import preflight
 from rlhfless.records import Experience, FinishReason, FunctionName, Work
@@ -112,7 +114,7 @@ def test_sft_learns_demonstrations_and_a_killed_learner_changes_nothing(
                 await saboteur.kill_learner(run)
 
             killing = asyncio.create_task(kill())
-            recovered = await drive_steps(broken, run, first)
+            recovered = await drive_steps(broken, run, first, supervised)
             await killing
             return recovered
 

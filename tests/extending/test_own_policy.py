@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fakes.recorded_run import record
 from rlhfless.cli import main
-from rlhfless.orchestrator.scaler import policy_of
+from rlhfless.orchestrator.run_scaler import policy_of
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.policies import make_policy

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 
 from rlhfless.fleet.replica import Replica
-from rlhfless.orchestrator.driver import drive_steps
 from rlhfless.orchestrator.recovery import Recovered
 from rlhfless.orchestrator.run import RLRun
+from rlhfless.orchestrator.run_steps import drive_steps
 from rlhfless.orchestrator.session import Session, open_session
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rlhfless.orchestrator.base_run import BaseRun
-from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.ledger import StepClock
+from rlhfless.orchestrator.run_steps import RunSteps
 from rlhfless.records.checkpoints import Checkpoint, CheckpointNotes, Checkpoints
 from rlhfless.spec import BestSpec, CheckpointSpec, EvaluationSpec
 

@@ -11,10 +11,10 @@ import pytest
 from rlhfless.fleet.heartbeat import LeavingWatch
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import TrainerPools
-from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.orchestrator.run import RLRun
+from rlhfless.orchestrator.run_steps import RunSteps
 
 
 class FakeRun:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.ledger import StepClock
+from rlhfless.orchestrator.run_steps import RunSteps
 from rlhfless.records.checkpoints import CheckpointError
 
 

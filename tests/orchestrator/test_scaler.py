@@ -18,7 +18,8 @@ from fakes.fake_run import Fleet, Reader, draw, until
 from fakes.set_clock import reading
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
-from rlhfless.orchestrator.scaler import Scaler, StepDue, policy_of
+from rlhfless.orchestrator.run_scaler import policy_of
+from rlhfless.orchestrator.scaler import Scaler, StepDue
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
 from rlhfless.scaling.latency.fitted import EngineSpeeds

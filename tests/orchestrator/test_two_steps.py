@@ -12,8 +12,8 @@ import pytest
 from fakes.fake_run import Scene, until, weights_of
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.calls import Call
-from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
+from rlhfless.orchestrator.run_steps import RunSteps
 from rlhfless.orchestrator.schedules import schedule_of
 from rlhfless.orchestrator.step import rollout, train
 from rlhfless.records import PublishedWeights
