@@ -36,6 +36,7 @@ from rlhfless.sim.policies import make_policy
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
+from rlhfless.spec import SyncSpec
 
 HEARTBEAT_S = 5.0
 SPOT_MEAN_S = 1800.0
@@ -103,7 +104,9 @@ def fleet(actors: int) -> Setup:
     learner = LearnerShape(slot_setup("learner", "h100", 0, 60.0), 1.0, 1e-6, 4e-6, 2.0)
     transport = Transport("auto", 50e9, 0.2, 14_000_000_000)
     links = Links(HEARTBEAT_S, 0.01)
-    return Setup(generation, (scoring,), learner, transport, links, 0, node_s=120.0, max_tokens=MAX_TOKENS, seed=0)
+    return Setup(
+        generation, (scoring,), learner, transport, links, SyncSpec(), node_s=120.0, max_tokens=MAX_TOKENS, seed=0
+    )
 
 
 def workload(prompts: int, samples: int) -> SyntheticWorkload:

@@ -57,6 +57,9 @@ class SimulatedCluster:
         seeds = np.random.SeedSequence(setup.seed).spawn(len(setup.actors))
         self._random = [np.random.default_rng(seed) for seed in seeds]
         self.handles: dict[str, SimulatedHandle] = {}
+        self.slots: dict[str, int] = {}
+        """The slot of each replica that was ever started."""
+        self._under_way = frozenset(setup.under_way)
         self.lives = [0] * len(setup.slot_setups)
         self._pulled_s: dict[str, float] = {}
         """By node: when it has pulled the version."""
@@ -68,6 +71,7 @@ class SimulatedCluster:
         """Start a replica, which may be interrupted."""
         slot = settings[0]
         self.lives[slot] += 1
+        self.slots[name] = slot
         handle = self.handles[name] = SimulatedHandle(self, name, slot, self.lives[slot])
         mean_s = self.setup.actors[slot].spot_mean_s if slot < len(self.setup.actors) else math.inf
         if math.isfinite(mean_s):
@@ -86,7 +90,8 @@ class SimulatedCluster:
     async def wait_running(self, name: str, timeout_s: float) -> None:
         """Wait for a replica's cold start. Raises FleetError if its machine is taken away."""
         handle = self.handles[name]
-        await asyncio.sleep(self.setup.slot_setups[handle.slot].start_s)
+        under_way = handle.life == 1 and handle.slot in self._under_way
+        await asyncio.sleep(0.0 if under_way else self.setup.slot_setups[handle.slot].start_s)
         if handle.dead:
             raise FleetError(f"{name} did not start: its machine was taken away")
 

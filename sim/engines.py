@@ -35,6 +35,11 @@ class StepEngines:
         self._report: Callable[[Ints], None] = lambda _: None
         self._due: asyncio.TimerHandle | None = None
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the samples of the step have."""
+        return 0 if self.progress is None else int(self.progress.table.tokens.sum())
+
     def begin(self, batch: RolloutBatch, report: Callable[[Ints], None]) -> StepProgress:
         """Start a step. `report` is called with the groups that have become complete since its last call."""
         self.progress = StepProgress(batch, unix_s())

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import dataclass, field
 
-from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, StepRecord, WeightVersion, Work
+from rlhfless.records import Decision, Holding, Invocation, ReplicaState, StepRecord, WeightVersion, Work
 from rlhfless.records.traces import Trace, TraceMeta
-from rlhfless.scaling.accounting import Interval, clip, union
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.prices import PriceBook
+from rlhfless.sim.billing import by_use, paid_holdings
 
 
 def version_of(step: int) -> WeightVersion:
@@ -43,55 +41,8 @@ class SimulatedLedger:
         """
         meta = TraceMeta("simulated", 1, prices.snapshot(), {}, {})
         held = self.holdings if paid_around is None else by_use(self.holdings, self.invocations, *paid_around)
-        holdings = tuple(slept(held, prices, frozenset(beside)))
+        holdings = tuple(paid_holdings(held, prices, frozenset(beside)))
         return Trace(meta, holdings, tuple(self.invocations), steps=tuple(self.steps), decisions=tuple(self.decisions))
-
-
-def by_use(holdings: Iterable[Holding], calls: Iterable[Invocation], before_s: float, after_s: float) -> list[Holding]:
-    """Return the holdings, reducing those of the learner to the time around its calls."""
-    learner = FunctionName.LEARNER
-    spans = union((call.start_s - before_s, call.end_s + after_s) for call in calls if call.function == learner)
-    kept: list[Holding] = []
-    for holding in holdings:
-        if holding.function != learner:
-            kept.append(holding)
-            continue
-        parts = clip(spans, holding.start_s, holding.end_s)
-        kept += [replace(holding, start_s=start_s, end_s=end_s) for start_s, end_s in parts]
-    return kept
-
-
-def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]) -> list[Holding]:
-    """Return the holdings that are paid for: a device is paid for once, however many replicas sleep on it.
-
-    If the book has a price for residency, that is the price of sleep. Otherwise a sleeping replica keeps the device
-    rented, but pays for it only while no other replica does, whether awake or asleep for longer.
-    """
-    paid: list[Holding] = []
-    asleep: list[Holding] = []
-    taken: dict[str, list[Interval]] = defaultdict(list)
-    for holding in holdings:
-        in_turn = holding.replica not in beside
-        if holding.state is ReplicaState.SLEEPING and in_turn and prices.occupies(holding):
-            asleep.append(holding)
-            continue
-        paid.append(holding)
-        if in_turn and prices.occupies(holding):
-            taken[holding.device].append((holding.start_s, holding.end_s))
-    occupied = {device: union(intervals) for device, intervals in taken.items()}
-    paid_until_s: dict[str, float] = {}
-    for holding in sorted(asleep, key=attrgetter("start_s", "incarnation", "device")):
-        begin_s = max(holding.start_s, paid_until_s.get(holding.device, holding.start_s))
-        free = _gaps(occupied.get(holding.device, []), begin_s, holding.end_s)
-        paid += [replace(holding, start_s=start_s, end_s=end_s) for start_s, end_s in free]
-        paid_until_s[holding.device] = max(begin_s, holding.end_s)
-    return paid
-
-
-def _gaps(disjoint: list[Interval], start_s: float, end_s: float) -> list[Interval]:
-    """Return the parts of [start_s, end_s) that none of the sorted, disjoint intervals covers."""
-    edges = [start_s, *(edge for interval in clip(disjoint, start_s, end_s) for edge in interval), end_s]
-    return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]
 
 
 DRAINABLE = frozenset({ReplicaState.STALE, ReplicaState.SERVING})

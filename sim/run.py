@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,20 +21,21 @@ from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.orchestrator.scaler import Scaler, StepDue
 from rlhfless.orchestrator.schedules import schedule_of
 from rlhfless.orchestrator.weight_sync import ActorWeights
-from rlhfless.records import Decision, Experience, FunctionName, FunctionRole, Holding, Invocation, StepRecord, Work
+from rlhfless.records import Experience, FunctionName, FunctionRole, StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.function_specs import Bounds, declared
 from rlhfless.scaling.policies.contract import RunContract
-from rlhfless.scaling.policy import FleetView, Ints, Policy
+from rlhfless.scaling.policy import FleetView, Policy
 from rlhfless.scaling.prices import PriceBook
+from rlhfless.sim.billing import MemoryTrace
 from rlhfless.sim.cluster import NO_FAULTS, SimulatedCluster, SimulatedFaults, version_of
 from rlhfless.sim.counted import CountedBatch
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
-from rlhfless.sim.ledger import SimulatedLedger
-from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.samples import RolloutBatch, StepProgress
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.stage import SimulatedStage
+from rlhfless.sim.strict import StrictRunner
 from rlhfless.sim.view import fleet_view
 from rlhfless.sim.virtual_loop import VirtualLoop, run_virtual, waiting
 from rlhfless.spec import RunSpec
@@ -59,27 +61,9 @@ def spec_of(setup: Setup, steps: int, call_limit_s: float = LONG_S) -> RunSpec:
         update={"max_tokens": setup.max_tokens, "progress_interval_s": setup.links.heartbeat_s}
     )
     recovery = spec.recovery.model_copy(update={"heartbeat_s": LONG_S})
-    return spec.model_copy(update={"timeouts": timeouts, "generation": generation, "recovery": recovery})
-
-
-class MemoryTrace:
-    """Keeps the rows of a trace in memory."""
-
-    def __init__(self) -> None:
-        self.ledger = SimulatedLedger()
-        self._rows = {
-            Holding: self.ledger.holdings,
-            Invocation: self.ledger.invocations,
-            StepRecord: self.ledger.steps,
-            Decision: self.ledger.decisions,
-        }
-
-    def add(self, record: Any) -> None:
-        self._rows[type(record)].append(record)
-
-    def flush(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
+    return spec.model_copy(
+        update={"timeouts": timeouts, "generation": generation, "recovery": recovery, "schedule": setup.schedule}
+    )
 
 
 class SimulatedView(FleetSlots):
@@ -96,20 +80,15 @@ class SimulatedView(FleetSlots):
 
 @dataclass(frozen=True, slots=True)
 class LearnedStep:
-    """What a step has learned from."""
+    """A step that has ended. Its arrays may be used again by later steps."""
 
-    step: int
+    record: StepRecord
     groups: tuple[int, ...]
-    tokens: Ints
-    """`[samples]`: response tokens that the engines have generated."""
+    """The groups that it has learned from."""
+    progress: StepProgress
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedTrace:
-    """The result of a run."""
-
-    trace: Trace
-    learned: Sequence[LearnedStep]
+OnStep = Callable[[LearnedStep], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +113,7 @@ class SimulatedRun(RLRun):
     engines: StepEngines
     setup: Setup
     batches: Mapping[int, RolloutBatch]
-    learned: list[LearnedStep]
+    on_step: OnStep
 
     def _request_of(self, step: int) -> Any:
         batch = self.batches[step]
@@ -177,7 +156,6 @@ class SimulatedRun(RLRun):
         call, step, progress = context.call, context.step, self.engines.progress
         assert progress is not None
         groups = tuple(group.number for group in experience.groups)
-        self.learned.append(LearnedStep(step, groups, progress.table.tokens.copy()))
         for pool in self.trainers.pools:
             await pool.ready(call)
         tokens = sum(group.tokens for group in experience.groups)
@@ -192,11 +170,21 @@ class SimulatedRun(RLRun):
         _, self.published = await gather_or_cancel(
             self.trainers.learn(self.learner, call, batch, learning), self.publish(call, sent=publishing)
         )
-        record = StepRecord(step, context.begun.start_s, unix_s(), {})
+        record = StepRecord(step, context.begun.start_s, unix_s(), _metrics(progress, context))
         self.scaler.end_step(record)
         others_since_s = self.clock.end(step, record.end_s)
         self.ledger.add_step(record, others_since_s)
         self.under_way.pop(step, None)
+        self.on_step(LearnedStep(record, groups, progress))
+
+
+def _metrics(progress: StepProgress, context: StepContext) -> dict[str, float]:
+    batch = progress.batch
+    return {
+        "generation_s": float(progress.table.complete_s.max()) - context.begun.start_s,
+        "response_tokens": float(batch.response_tokens.sum()),
+        "responses": float(batch.samples),
+    }
 
 
 class SimulatedSteps:
@@ -218,16 +206,31 @@ def simulate(
     prices: PriceBook,
     batches: Sequence[RolloutBatch],
     *,
+    on_step: OnStep = lambda _: None,
+    strict: bool = True,
     faults: SimulatedFaults = NO_FAULTS,
     call_limit_s: float = LONG_S,
     limit_s: float = math.inf,
-) -> SimulatedTrace:
-    """Run all steps of a run.
+) -> Trace:
+    """Run all steps of a run, and return its trace. `on_step` is called at the end of each step.
 
-    Raises NoEnd for a run that has not ended after `limit_s` virtual seconds, and the errors from which a live run
-    would recover.
+    `strict`: whether a fault of the policy ends the run; otherwise the run goes on, as live.
+
+    Raises SimulationError for a fault of the policy, NoEnd for a run that has not ended after `limit_s` virtual
+    seconds, ValueError for a response beyond `max_tokens`, and the errors from which a live run would recover.
     """
-    return run_virtual(_simulate(setup, policy, prices, batches, faults, call_limit_s, limit_s))
+    first = batches[0].step
+    for number, batch in enumerate(batches, first):
+        if batch.step != number:
+            raise ValueError(
+                f"a batch of step {batch.step} follows step {number - 1}; the steps of a run are consecutive"
+            )
+        longest = int(batch.response_tokens.max(initial=0))
+        if longest > setup.max_tokens:
+            raise ValueError(
+                f"step {batch.step} has a response of {longest} tokens, above max_tokens ({setup.max_tokens})"
+            )
+    return run_virtual(_simulate(setup, policy, prices, batches, on_step, strict, faults, call_limit_s, limit_s))
 
 
 async def _simulate(
@@ -235,35 +238,50 @@ async def _simulate(
     policy: Policy,
     prices: PriceBook,
     batches: Sequence[RolloutBatch],
+    on_step: OnStep,
+    strict: bool,
     faults: SimulatedFaults,
     call_limit_s: float,
     limit_s: float,
-) -> SimulatedTrace:
+) -> Trace:
     engines = StepEngines(setup.actors)
     _advance_engines(engines, limit_s)
-    spec = spec_of(setup, len(batches), call_limit_s)
+    spec = spec_of(setup, batches[-1].step, call_limit_s)
     writer = MemoryTrace()
     ledger = Ledger(writer, prices)  # type: ignore[arg-type]
     devices, call = SimulatedDevices(setup), Call("simulated", 1, 0)
     cluster = SimulatedCluster(setup, engines, devices, faults)
     pools = _pools(setup, spec, cluster, devices, call, ledger)
-    take_turns(pool for pool in pools.values())
+    beside = {function for function, at in zip(setup.functions, setup.slot_setups, strict=True) if at.beside}
+    take_turns(pool for function, pool in pools.items() if function not in beside)
     fleet = SimulatedView(call, [*pools.values()], ledger, fleet_view(setup, prices))
     scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))  # type: ignore[arg-type]
+    if strict:
+        scaler.runner = StrictRunner(policy, fleet, ledger.add_decision, lambda: ledger.calls + engines.tokens)
     run = SimulatedRun(
         run_id="simulated", attempt=1, spec=spec, order=None, held_out=(), pools=pools, ledger=ledger,
         sinks=None, journal=None, checkpoints=None, weights=ActorWeights(pools[FunctionName.GENERATION], spec),
-        scaler=scaler, history=None, engines=engines, setup=setup, learned=[],
-        batches={number: replace(batch, step=number) for number, batch in enumerate(batches, 1)},
+        scaler=scaler, history=None, engines=engines, setup=setup, on_step=on_step,
+        batches={batch.step: batch for batch in batches},
     )  # fmt: skip
     run.published = version_of(0)
-    await schedule_of(spec.schedule).drive(SimulatedSteps(run), 1, len(batches))
+    await _start_under_way(run)
+    await schedule_of(spec.schedule).drive(SimulatedSteps(run), batches[0].step, batches[-1].step)
     for pool in pools.values():
         for replica in pool.replicas():
             replica.drain()
             replica.mark_ended()
-    beside = [name for name, handle in cluster.handles.items() if setup.slot_setups[handle.slot].beside]
-    return SimulatedTrace(writer.ledger.trace(prices, beside, setup.learner.paid_around), run.learned)
+    names = {name for name, slot in cluster.slots.items() if setup.slot_setups[slot].beside}
+    return writer.trace(prices, names, setup.learner.paid_around)
+
+
+async def _start_under_way(run: SimulatedRun) -> None:
+    """Start the replicas that a run has before its first step, if the setup says that the run is under way."""
+    generation = run.generation
+    by_function = Counter(run.setup.functions[slot] for slot in run.setup.under_way)
+    actors = by_function.pop(FunctionName.GENERATION, 0)
+    ready = (run.pools[function].ready(run.call(0)) for function in by_function)
+    await gather_or_cancel(generation.fill(actors), *ready)
 
 
 def _advance_engines(engines: StepEngines, limit_s: float) -> None:

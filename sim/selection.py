@@ -20,17 +20,18 @@ from rlhfless.sim.generation import Generation
 from rlhfless.sim.kernel_state import Flags, Ints
 from rlhfless.sim.samples import RolloutBatch, Selected, StepProgress
 from rlhfless.sim.simulation import Simulation
-from rlhfless.spec import PartialSpec, ScheduleSpec
+from rlhfless.spec import PartialSpec
 
 AGAIN = "'"
 """Suffix of the name of a prompt that stands in for another, see SelectedDraws._begun."""
 
 
-def steps_of(simulation: Simulation, schedule: ScheduleSpec, batches: Sequence[RolloutBatch]) -> Iterator[Generation]:
+def steps_of(simulation: Simulation, batches: Sequence[RolloutBatch]) -> Iterator[Generation]:
     """Yield each step of a run when it has been generated.
 
     `batches` are the batches that the steps would generate if they deferred nothing.
     """
+    schedule = simulation.setup.schedule
     draws = SelectedDraws(schedule, batches) if isinstance(schedule, PartialSpec) else batches
     simulation.reserve(batches)
     for batch in draws:

@@ -15,6 +15,7 @@ from rlhfless.scaling.fleet_constants import SimulatedTransport
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.prices import RentalTerms
 from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.spec import ScheduleSpec
 
 _ROUNDING = 1e-9
 
@@ -172,10 +173,8 @@ class Setup:
     learner: LearnerShape
     transport: Transport
     links: Links
-    max_staleness: int
-    """Steps that may be generated before they are learned from. With 0 the next step starts when the weights of this
-    one are published. Otherwise generation and learning overlap: it starts, with the newest weights, when the
-    generation of this step has ended and at most this many steps wait for the learner."""
+    schedule: ScheduleSpec
+    """The order in which steps generate and learn, as in the spec of a run."""
     node_s: float
     """Seconds to provision a node that was not used yet, or a replacement for a machine that was taken away."""
     max_tokens: int
@@ -187,15 +186,12 @@ class Setup:
     warm: bool = False
     """Whether the run is under way when the simulation starts, with everything started that a live run waits for before
     its first step."""
-    in_flight: bool = False
-    """Whether actors load published weights at once, while they generate, and recompute the KV of their samples;
-    otherwise they load between two steps."""
     fewest_actors: int = 0
     """The number of actors below which a release is not carried out, as live (`scaling.generation.min_actors`), and
     with which a run that is under way starts; 0: it starts with all."""
 
     def __post_init__(self) -> None:
-        if self.max_staleness and self._takes_turns():
+        if self.schedule.steps_ahead and self._takes_turns():
             raise ValueError("this schedule overlaps generation and learning; give them devices of their own")
         if self.transport.kind == "nccl" and self._takes_turns():
             raise ValueError("transport.kind is nccl, and a broadcast does not go between functions on one GPU")

@@ -84,7 +84,7 @@ class Simulation:
     def step(self, batch: RolloutBatch) -> Generation:
         """Generate the samples of a step, and run until the next step may start.
 
-        That is the end of this step or, with `max_staleness` N, the end of the step N steps earlier.
+        That is the end of this step or, with N steps ahead, the end of the step N steps earlier.
 
         Raises SimulationError for a fault of the policy (rlhfless.scaling.assignment), or one that leaves a replica
         waiting forever; ValueError for a response beyond `max_tokens`.
@@ -98,9 +98,9 @@ class Simulation:
             self.fleet.bring_up()
             while self.fleet.agenda.next_s <= self.now_s:
                 self._handle_next()
-        off = self.setup.max_staleness
+        off = self.setup.schedule.steps_ahead
         if not self._drawn:  # otherwise actors load weights while they generate
-            newest = self._learned if self.setup.in_flight else 0
+            newest = self._learned if self.setup.schedule.in_flight else 0
             self.fleet.require_weights(max(self._begun - off, newest), self.now_s)
         self._begun += 1
         under_way = self._begin(batch)
@@ -113,10 +113,10 @@ class Simulation:
 
         If steps are generated at once, call it before the first step, unless no later step is larger.
         """
-        if self.setup.in_flight and self.setup.max_staleness:
+        if self.setup.schedule.in_flight and self.setup.schedule.steps_ahead:
             samples = max(batch.samples for batch in batches)
             nodes = max(batch.groups + len(batch.tree) for batch in batches)
-            self._shared = SharedEngines(self.setup.actors, self.setup.max_staleness + 1, samples, nodes)
+            self._shared = SharedEngines(self.setup.actors, self.setup.schedule.steps_ahead + 1, samples, nodes)
 
     @property
     def _drawn(self) -> list[StepUnderWay]:
@@ -258,7 +258,7 @@ class Simulation:
         self._steps.remove(under_way)
         under_way.generation.give_back()
         self._learned = under_way.number
-        if self.setup.in_flight and self._drawn:
+        if self.setup.schedule.in_flight and self._drawn:
             self.fleet.load_in_flight(self._learned, self.now_s, self._reload)
             self.fleet.sync(self.now_s)
 

@@ -170,7 +170,7 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
     else:
         policy = kind.make(settings, terms)
     simulation = Simulation(setup(scenario, layout, task.seed, reserved=kind.reserved), policy, prices)
-    for _ in steps_of(simulation, scenario.schedule, drawn):
+    for _ in steps_of(simulation, drawn):
         on_step()
     trace = simulation.close()
     supply = supply_of(scenario, layout, reserved=kind.reserved)

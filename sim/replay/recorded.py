@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from rlhfless.prefixes.packing import ALWAYS, ON_CPUS
 from rlhfless.prefixes.shared_forward import SharedForward
@@ -30,7 +31,7 @@ from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.selection import AGAIN, as_begun, steps_of
 from rlhfless.sim.setup import ActorShape, Links, PrefixUse, ServiceShape, Setup, Transport
 from rlhfless.sim.simulation import Simulation
-from rlhfless.spec import LearnerSpec, PartialSpec, ScheduleSpec, SyncSpec
+from rlhfless.spec import AsyncSpec, LearnerSpec, PartialSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.generation import USUAL_BATCH_TOKENS
 
 FORWARD_TOKENS = LearnerSpec().pass_tokens
@@ -41,6 +42,8 @@ NEARLY = 0.9
 it, so some are computed again."""
 
 AS_IT_WAS = OtherDevices()
+
+BUILT_IN = frozenset({"sync", "partial", "one_step_off", "async"})
 
 
 def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS) -> Setup:
@@ -79,13 +82,12 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
             float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)),
             MOVE_S.value,
         ),
-        _max_staleness(trace) if other.max_staleness is None else other.max_staleness,
+        recorded_schedule(trace) if other.max_staleness is None else steps_ahead(other.max_staleness),
         0.0,
         int(trace.meta.spec["generation"].get("max_tokens", 0)) or max(row.response_tokens for row in trace.rollouts),
         0,
         prefixes=_prefix_use(trace),
         warm=True,
-        in_flight=other.max_staleness is None and _loads_in_flight(trace),
         fewest_actors=len(draw) if 0 < fewest == most else fewest,
     )
 
@@ -96,31 +98,30 @@ def steps_drawn(simulation: Simulation, trace: Trace, batches: Sequence[RolloutB
     Steps that defer groups start them as in the run, which started a group with the weights of its first token. Prompts
     then share no prefixes: the trace does not show which prefixes deferred groups share.
     """
-    written = trace.meta.spec.get("schedule") or {}
-    schedule: ScheduleSpec = SyncSpec()
-    if written.get("type") == "partial":
-        schedule = PartialSpec.model_validate(written)
+    schedule = simulation.setup.schedule
+    if isinstance(schedule, PartialSpec):
         begun: dict[tuple[int, str], int] = {}
         for row in trace.rollouts:
             key = row.step, row.prompt_id
             drawn = [WeightVersion.parse(span.version).step + 1 for span in row.version_spans[:1]]
             begun[key] = min([begun.get(key, row.step), *drawn])
         batches = as_begun(batches, begun)
-    for _ in steps_of(simulation, schedule, batches):
+    for _ in steps_of(simulation, batches):
         pass
 
 
-def _max_staleness(trace: Trace) -> int:
-    """Return the number of steps that the run generated ahead of its learner; a user's own schedule counts as 0."""
-    schedule = trace.meta.spec.get("schedule") or {}
-    ahead = {"one_step_off": 1, "async": int(schedule.get("max_staleness", 0))}
-    return ahead.get(schedule.get("type", "sync"), 0)
+def recorded_schedule(trace: Trace) -> ScheduleSpec:
+    """Return the schedule of a run; a user's own counts as `sync`."""
+    written = trace.meta.spec.get("schedule") or {}
+    if written.get("type", "sync") not in BUILT_IN:
+        return SyncSpec()
+    schedule: ScheduleSpec = TypeAdapter(ScheduleSpec).validate_python(written or {"type": "sync"})
+    return schedule
 
 
-def _loads_in_flight(trace: Trace) -> bool:
-    """Return whether actors loaded weights while they generated, several steps at once."""
-    schedule = trace.meta.spec.get("schedule") or {}
-    return schedule.get("type") == "async" and bool(schedule.get("in_flight", True))
+def steps_ahead(count: int) -> ScheduleSpec:
+    """Return the schedule that generates this many steps ahead of the learner, and loads weights between them."""
+    return AsyncSpec(max_staleness=count, in_flight=False) if count else SyncSpec()
 
 
 def _prefix_use(trace: Trace) -> PrefixUse:

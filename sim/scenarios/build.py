@@ -208,13 +208,12 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
             layout.learner(),
             layout.transport(fixed=reserved),
             Links(scenario.heartbeat_s, MOVE_S.value),
-            scenario.steps_ahead,
+            scenario.schedule,
             scenario.cluster.provisioning_s,
             scenario.max_tokens,
             seed,
             terms,
             prefix_use(scenario),
-            in_flight=scenario.schedule.in_flight,
         )
     except ValueError as error:
         key, hint = "schedule", "set placement.mode to `disaggregated`, or the schedule to `sync`"

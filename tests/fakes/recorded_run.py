@@ -50,7 +50,7 @@ from rlhfless.sim.scenarios.work import PrefixLevel
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
-from rlhfless.spec import CheapestSpec, FastestSpec, WeightedSpec
+from rlhfless.spec import CheapestSpec, FastestSpec, SyncSpec, WeightedSpec
 
 ENGINE = LinearEngine(6e-3, 1.5e-4, 2e-6, 2e-5, 1e-9)
 LEARN_S, LEARN_TOKEN_S, EVALUATE_TOKEN_S = 0.3, 1e-4, 2e-5
@@ -135,7 +135,7 @@ def _setup(actors: int) -> Setup:
         learner,
         Transport("auto", 1.0, LOAD_S, 0),
         Links(0.5, MOVE_S.value),
-        0,
+        SyncSpec(),
         0.0,
         112,
         0,

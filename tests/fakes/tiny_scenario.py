@@ -21,6 +21,7 @@ from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios import Scenario
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
+from rlhfless.spec import SyncSpec
 
 MODEL = LinearModel()
 PRICED = PricedModel(MODEL, 8)
@@ -72,7 +73,7 @@ def setup_of(*actors: ActorShape, **changes: object) -> Setup:
         "learner": LEARNER,
         "transport": FOLDER,
         "links": LINKS,
-        "max_staleness": 0,
+        "schedule": SyncSpec(),
         "node_s": 5.0,
         "max_tokens": 200,
         "seed": 0,

@@ -57,7 +57,7 @@ def both(name: str, policy: str) -> tuple[PriceBook, Trace, Trace]:
     simulation = Simulation(parts, made(scenario, entry), prices)
     for batch in drawn:
         simulation.step(batch)
-    return prices, simulation.close(), simulate(parts, made(scenario, entry), prices, drawn).trace
+    return prices, simulation.close(), simulate(parts, made(scenario, entry), prices, drawn)
 
 
 def made(scenario: Scenario, entry: PolicyEntry) -> Policy:

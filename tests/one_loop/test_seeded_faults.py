@@ -15,15 +15,17 @@ from fakes.tiny_scenario import slot_setup
 from fakes.views import Restless
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.records import FunctionName, Work
+from rlhfless.records.traces import Trace
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.cluster import SimulatedFaults
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.policies import make_policy
-from rlhfless.sim.run import LONG_S, SimulatedTrace, simulate
+from rlhfless.sim.run import LONG_S, simulate
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Transport
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
+from rlhfless.spec import SyncSpec
 
 SEEDS = 300
 STEPS = 3
@@ -32,6 +34,9 @@ LIMIT_S = 1e5
 MAX_TOKENS = 1024
 PRICES = load_price_book()
 PRICED = PricedModel(LinearModel(), 16)
+
+Learned = tuple[list[int], np.ndarray]
+"""The groups of a step, and the tokens of each sample `[samples]`."""
 
 
 @pytest.mark.timeout(120)
@@ -51,8 +56,7 @@ def test_a_seed_replays() -> None:
 def play(seed: int) -> str:
     """Run a seed and check it; return how it has ended. Raises AssertionError with the seed."""
     try:
-        run, batches = trace_of(seed)
-        check(run, batches)
+        check(*trace_of(seed))
     except RECOVERABLE as error:
         return type(error).__name__
     except Exception as error:
@@ -60,8 +64,10 @@ def play(seed: int) -> str:
     return "ended"
 
 
-def trace_of(seed: int) -> tuple[SimulatedTrace, list[RolloutBatch]]:
+def trace_of(seed: int) -> tuple[Trace, list[RolloutBatch], list[Learned]]:
     """Run what a seed draws: a fleet, kills, slow calls, lengths and a policy."""
+    learned: list[Learned] = []
+
     draw = random.Random(seed)
     actors, node_s = draw.randint(1, 4), draw.choice([0.0, 5.0, 60.0])
     setup = fleet(actors, draw.choice([60.0, 150.0, 400.0, 1e4]))
@@ -72,20 +78,30 @@ def trace_of(seed: int) -> tuple[SimulatedTrace, list[RolloutBatch]]:
     batches = list(SyntheticWorkload(lengths, 32, 8, 4, 64, MAX_TOKENS, 0.0, seed=seed).batches(STEPS))
     name = draw.choice(["static", "cost_aware", "queue_reactive_ray_serve", "restless", "restless"])
     policy = Restless(seed) if name == "restless" else make_policy(name, run=RunContract(steps=STEPS))
-    run = simulate(setup, policy, PRICES, batches, faults=faults, call_limit_s=call_limit_s, limit_s=LIMIT_S)
-    return run, batches
+    trace = simulate(
+        setup,
+        policy,
+        PRICES,
+        batches,
+        on_step=lambda step: learned.append((sorted(step.groups), step.progress.table.tokens.copy())),
+        strict=False,
+        faults=faults,
+        call_limit_s=call_limit_s,
+        limit_s=LIMIT_S,
+    )
+    return trace, batches, learned
 
 
-def check(run: SimulatedTrace, batches: list[RolloutBatch]) -> None:
+def check(trace: Trace, batches: list[RolloutBatch], learned: list[Learned]) -> None:
     """Check that each step has learned once from each group, when all of its tokens had been generated."""
-    assert [step.step for step in run.trace.steps] == [*range(1, STEPS + 1)]
-    for batch, learned in zip(batches, run.learned, strict=True):
-        assert sorted(learned.groups) == [*range(batch.groups)], f"step {learned.step}"
-        assert np.array_equal(learned.tokens, batch.response_tokens), f"step {learned.step}"
-    calls = [call for call in run.trace.invocations if call.work is Work.LEARN]
+    assert [step.step for step in trace.steps] == [*range(1, STEPS + 1)]
+    for batch, (groups, tokens) in zip(batches, learned, strict=True):
+        assert groups == [*range(batch.groups)], f"step {batch.step}"
+        assert np.array_equal(tokens, batch.response_tokens), f"step {batch.step}"
+    calls = [call for call in trace.invocations if call.work is Work.LEARN]
     tokens = [int((b.prompt_tokens[b.group] + b.response_tokens).sum()) for b in batches]
     assert [call.input_tokens for call in calls] == tokens
-    assert all(holding.start_s <= holding.end_s for holding in run.trace.holdings)
+    assert all(holding.start_s <= holding.end_s for holding in trace.holdings)
 
 
 def fleet(actors: int, spot_mean_s: float) -> Setup:
@@ -98,7 +114,7 @@ def fleet(actors: int, spot_mean_s: float) -> Setup:
     scoring = ServiceShape(slot_setup(0, "cpu-core", 1.0), FunctionName.SCORING, Work.SCORE, 0.004, 0.0)
     learner = LearnerShape(slot_setup(9, start_s=30.0, node=0), 1.0, 1e-6, 1e-4, 2.0)
     transport = Transport("auto", 1e9, 0.2, 200_000_000)
-    return Setup(generation, (scoring,), learner, transport, Links(5.0, 0.01), 0, 0.0, MAX_TOKENS, 0)
+    return Setup(generation, (scoring,), learner, transport, Links(5.0, 0.01), SyncSpec(), 0.0, MAX_TOKENS, 0)
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.selection import as_begun, steps_of
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import LOOKS, Simulation
-from rlhfless.spec import PartialSpec, SyncSpec
+from rlhfless.spec import AsyncSpec, PartialSpec, SyncSpec
 from rlhfless.spec.generation import ScheduleSpec
 
 APART = [{"name": "static_disaggregated"}]
@@ -55,8 +55,10 @@ def batches_of(*lengths: list[int]) -> list[RolloutBatch]:
 def simulated(
     schedule: ScheduleSpec, batches: list[RolloutBatch], setup: Setup | None = None
 ) -> tuple[Simulation, list[Generation]]:
-    simulation = Simulation(setup or setup_of(actor(0), links=OFTEN), Evenly(), PRICES)
-    return simulation, list(steps_of(simulation, schedule, batches))
+    simulation = Simulation(
+        dataclasses.replace(setup or setup_of(actor(0), links=OFTEN), schedule=schedule), Evenly(), PRICES
+    )
+    return simulation, list(steps_of(simulation, batches))
 
 
 def learned(generation: Generation) -> list[str]:
@@ -169,8 +171,8 @@ def test_weights_that_come_in_the_midst_of_a_draw_stop_it_for_the_load_and_the_k
     """Two steps are drawn at once, as if they were one; the sample of the second stops at the first boundary after the
     first has been learned from."""
     learner = on(LEARNER, slot_setup(9, start_s=0.0, node=0))
-    setup = setup_of(actor(0), learner=learner, max_staleness=1, in_flight=True, links=OFTEN)
-    simulation, (first, second) = simulated(SyncSpec(), batches_of([20], [200]), setup)
+    setup = setup_of(actor(0), learner=learner, links=OFTEN)
+    simulation, (first, second) = simulated(AsyncSpec(max_staleness=1), batches_of([20], [200]), setup)
     simulation.close()
     _, (both,) = simulated(SyncSpec(), batches_of([20, 200]), setup_of(actor(0), learner=learner, links=OFTEN))
     boundary_s = decode_s(MODEL, 1, 205, 1)

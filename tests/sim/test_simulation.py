@@ -44,6 +44,7 @@ from rlhfless.scaling.policy import (
     StepView,
 )
 from rlhfless.sim.fleet import SimulationError
+from rlhfless.sim.replay.recorded import steps_ahead
 from rlhfless.sim.service_work import first_come_first_served
 from rlhfless.sim.setup import ServiceShape
 from rlhfless.sim.simulation import Simulation
@@ -104,7 +105,7 @@ def test_steps_that_are_drawn_ahead_overlap_and_need_devices_of_their_own() -> N
     ends = {}
     for ahead in (0, 1, 2):
         policy = Evenly()
-        simulation = Simulation(setup_of(actor(0), learner=slow, max_staleness=ahead), policy, PRICES)
+        simulation = Simulation(setup_of(actor(0), learner=slow, schedule=steps_ahead(ahead)), policy, PRICES)
         for batch in batches:
             simulation.step(batch)
         simulation.close()
@@ -119,7 +120,7 @@ def test_steps_that_are_drawn_ahead_overlap_and_need_devices_of_their_own() -> N
     assert np.diff(ends[0]) == pytest.approx([0.3 + generate_s + 0.004 + 4.0 + 0.205 + 0.05] * 2)
     assert ends[2] == pytest.approx(ends[1]), "drawn further ahead, the learner has no more work"
     with pytest.raises(ValueError, match="overlaps generation and learning"):
-        setup_of(actor(0), learner=on(LEARNER, slot_setup(0)), max_staleness=1)
+        setup_of(actor(0), learner=on(LEARNER, slot_setup(0)), schedule=steps_ahead(1))
 
 
 def test_the_next_step_is_drawn_though_the_last_one_was_looked_at_further_ahead() -> None:

@@ -30,8 +30,9 @@ from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.sim.experiment.run import Clairvoyant
 from rlhfless.sim.policies import POLICIES, make_policy
+from rlhfless.sim.replay.recorded import steps_ahead
 from rlhfless.sim.setup import Setup
-from rlhfless.spec import CostAwareSpec
+from rlhfless.spec import AsyncSpec, CostAwareSpec, SyncSpec
 from rlhfless.spec.fleet import ContractSpec
 
 EXACT = 1e-9
@@ -54,8 +55,7 @@ def runs(draw: st.DrawFn) -> Run:
     setup = setup_of(
         *actors,
         seed=seed,
-        max_staleness=ahead,
-        in_flight=ahead > 0 and draw(st.booleans()),
+        schedule=AsyncSpec(max_staleness=ahead, in_flight=draw(st.booleans())) if ahead else SyncSpec(),
         learner=learner,
         services=(SCORING, REFERENCE),
     )
@@ -125,7 +125,8 @@ def test_stopping_more_often_changes_nothing(run: Run, heartbeat_s: float) -> No
     traces = []
     for beats_s in (LINKS.heartbeat_s, heartbeat_s):
         setup = dataclasses.replace(run.setup, links=dataclasses.replace(LINKS, heartbeat_s=beats_s))
-        apart = dataclasses.replace(setup, services=(SCORING,), learner=LEARNER, in_flight=False)
+        between = steps_ahead(run.setup.schedule.steps_ahead)
+        apart = dataclasses.replace(setup, services=(SCORING,), learner=LEARNER, schedule=between)
         traces.append(play(apart, run.batches, Evenly())[0].close())
     for left, right in zip(traces[0].steps, traces[1].steps, strict=True):
         assert left.end_s == pytest.approx(right.end_s, rel=1e-9)

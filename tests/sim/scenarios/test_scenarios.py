@@ -16,9 +16,9 @@ from fakes.tiny_scenario import CONFIG, scenario, values
 from rlhfless.records import Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.latency.known_models import BUILT_IN
 from rlhfless.scaling.prices import load_price_book
+from rlhfless.sim.billing import by_use
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.contracts import ContractError
-from rlhfless.sim.ledger import by_use
 from rlhfless.sim.scenarios import load_scenario, timing
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.cluster import TransportSpec
