@@ -101,13 +101,17 @@ def plan(
         from rlhfless.selftest.report import measured_latency
 
         latency = measured_latency(measured, asked)
-    if not _show(resolved, Planner(asked.spec, trace, latency), trace is not None, as_json):
+    planner = Planner(asked.spec, trace, latency)
+    sizes = planner.sizes(edited(loaded, apart), of_run.kind, of_run.count)
+    if not _show(resolved, planner, sizes, trace is not None, as_json):
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _show(resolved: ResolvedRun, planner: Planner, has_trace: bool, as_json: bool) -> bool:
+def _show(
+    resolved: ResolvedRun, planner: Planner, sizes: dict[str, Any] | None, has_trace: bool, as_json: bool
+) -> bool:
     """Print a plan, and return whether a run would be accepted."""
-    from rlhfless.cli.plan_tables import cost_lines, memory_lines, verdict_lines
+    from rlhfless.cli.plan_tables import cost_lines, memory_lines, sizes_lines, verdict_lines
     from rlhfless.planning.resolve import plan_problems
     from rlhfless.planning.suggestions import nearest_change
     from rlhfless.telemetry.terminal import Prose, Terminal
@@ -123,6 +127,7 @@ def _show(resolved: ResolvedRun, planner: Planner, has_trace: bool, as_json: boo
         cost = {key: found[key] for key in ("predicted", "costs_usd", "reason")}
         cost |= {"lengths": planner.lengths.source} | planner.schedules(asked, found)
         cost["prefill"] = None if prefill is None else asdict(prefill)
+        cost["sizes"] = sizes
         cost["decided"] = [asdict(each) for each in resolved.decided]
         typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
         return not problems
@@ -132,6 +137,7 @@ def _show(resolved: ResolvedRun, planner: Planner, has_trace: bool, as_json: boo
         schedules = planner.schedules(asked, found)
         hint = "" if has_trace else "; --lengths-of takes them from a recorded run"
         lines += cost_lines(found, schedules, f"{planner.lengths.source}{hint}")
+        lines += [] if sizes is None else sizes_lines(sizes)
         lines += [] if (prefill := planner.prefill(asked)) is None else [Prose(prefill.text)]
         lines += verdict_lines(found, schedules)
     console = Terminal()

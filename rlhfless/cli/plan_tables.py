@@ -14,7 +14,14 @@ from rich.text import Text
 from rlhfless.cli.tables import table
 from rlhfless.planning.host_memory import CHART_KEY, chart_shared_memory
 from rlhfless.planning.memory_plan import MemoryPlan, Question
-from rlhfless.planning.objects import ComparedDevices, ComparisonObject, PlannedDevices, PlannedSchedule, PlanObject
+from rlhfless.planning.objects import (
+    ComparedDevices,
+    ComparisonObject,
+    PlannedDevices,
+    PlannedSchedule,
+    PlannedSizes,
+    PlanObject,
+)
 from rlhfless.planning.suggestions import Change
 from rlhfless.scaling.memory import GIB
 from rlhfless.telemetry.terminal import Prose, clock, decimal, money, parameter_count, whole
@@ -94,6 +101,20 @@ def cost_lines(row: Mapping[str, Any], schedules: Mapping[str, Any], lengths: st
     return [*lines, whole(f"response lengths: {legible(lengths)}")]
 
 
+def sizes_lines(sizes: Mapping[str, Any]) -> list[RenderableType]:
+    """Return the sizes of an elastic run, with the time and cost of each."""
+    planned = PlannedSizes.model_validate(sizes)
+    made = table("size", "step", "run", texts=1)
+    made.add_column("")
+    for each in planned.sizes:
+        marks = {planned.minimum: "min", planned.maximum: "max"}
+        step = "-" if each.step_s is None else f"{decimal(each.step_s, 2)} s"
+        made.add_row(f"{each.devices} x {planned.kind}", step, money(each.cost_usd), marks.get(each.devices, ""))
+    text = f"elastic: from {planned.minimum} to {planned.maximum} x {planned.kind}, as other runs come and go"
+    unknown = [] if planned.reason is None else [Prose(f"time by size is not predicted: {planned.reason}")]
+    return ["", made, Prose(text), *unknown]
+
+
 def verdict_lines(row: Mapping[str, Any], schedules: Mapping[str, Any]) -> list[RenderableType]:
     """Return which devices and schedule to take, and which schedule would be faster with older samples."""
     if row["predicted"] is None:
@@ -122,6 +143,7 @@ def plan_lines(plan: PlanObject) -> RenderableType:
     """Render the plan for the run's own devices, and the missing inputs of a better answer."""
     parts: list[RenderableType] = [devices_lines([plan.chosen])]
     parts += [Text(""), schedules_lines(plan.schedules, plan.schedule_reason)] if plan.schedules else []
+    parts += [] if plan.sizes is None else sizes_lines(plan.sizes.model_dump())
     parts += ["", whole(f"response lengths: {legible(plan.lengths)}")]
     return Group(*parts, *(Prose(f"missing: {text}") for text in plan.missing))
 

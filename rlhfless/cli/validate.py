@@ -36,6 +36,8 @@ def validate(
     loaded, resolved = prepared.spec, prepared.resolved
     joined = f"the devices of the cluster at {own.placement.ray_address}"
     devices = joined if resolved is None else resolved.devices.text
+    if prepared.sizes:
+        devices += f" (elastic: from {prepared.sizes[0]} to {prepared.sizes[-1]})"
     typer.echo(resolved_yaml(loaded) if everything else set_yaml(own), nl=False)
     open_passes = (name for name, part in own.trained.items() if part.micro_batch_tokens == "auto")
     decided = [f"{name}.micro_batch_tokens {loaded.trained[name].pass_tokens}" for name in open_passes]

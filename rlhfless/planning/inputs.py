@@ -89,7 +89,13 @@ def devices_of(spec: RunSpec, nodes: Sequence[Node]) -> DeviceCount:
     Raises PlacementError if no kind can be chosen.
     """
     kind = device_kind(spec.placement, nodes)
-    return DeviceCount(kind, spec.placement.devices or sum(node.count(kind) for node in nodes))
+    return DeviceCount(kind, count_on(spec, sum(node.count(kind) for node in nodes)))
+
+
+def count_on(spec: RunSpec, present: int) -> int:
+    """Return the number of a run's devices where `present` are there. An elastic run has them to itself."""
+    wanted = spec.placement.size_range
+    return spec.placement.device_count or present if wanted is None else wanted.within(present)
 
 
 def local_devices(spec: RunSpec) -> DeviceCount:

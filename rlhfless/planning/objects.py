@@ -66,6 +66,30 @@ class PlannedSchedule(ApiObject):
     """Whether it meets the contract best, of those whose samples are no older than the spec's schedule lets them."""
 
 
+class PlannedSize(ApiObject):
+    """A size of an elastic run."""
+
+    devices: int
+    step_s: float | None
+    """Seconds per step; null without a prediction."""
+    cost_usd: float | None
+    """Of the whole run at this size."""
+
+
+class PlannedSizes(ApiObject):
+    """The sizes between which an elastic run changes."""
+
+    kind: str
+    minimum: int
+    """The run waits until it gets this many devices, and never has fewer."""
+    maximum: int
+    """The run never has more devices: its `max`, or the size that meets its contract best."""
+    sizes: list[PlannedSize]
+    """The sizes on which the run fits, fewest devices first, including those above `maximum`."""
+    reason: str | None
+    """Why the time per step is not predicted; it is then taken to be inverse to the number of devices."""
+
+
 class PlanObject(ApiObject):
     """The memory, time and cost of a run, before it is started."""
 
@@ -83,6 +107,8 @@ class PlanObject(ApiObject):
     """The schedules side by side on the chosen devices; empty if the run does not fit."""
     schedule_reason: str | None
     """Why one of them is chosen, and which overlap is refused; null if none is predicted."""
+    sizes: PlannedSizes | None = None
+    """The sizes of an elastic run; null for a run of one size."""
     lengths: str
     """The source of the response lengths."""
     missing: list[str]

@@ -21,6 +21,7 @@ from rlhfless.planning.host_memory import Needed, room_at, room_problems, store_
 from rlhfless.planning.inputs import host_memory_bytes
 from rlhfless.planning.memory_plan import is_set
 from rlhfless.planning.resolve import ResolvedRun, resolve
+from rlhfless.planning.sizes import fitting_sizes
 from rlhfless.prepare.data_rows import read_rows
 from rlhfless.prepare.examples import load_sets
 from rlhfless.prepare.faults import SkippedRows
@@ -63,6 +64,9 @@ class Prepared:
     warnings: tuple[str, ...]
     skipped: tuple[SkippedRows, ...] = ()
     """See PromptSets."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of devices on which an elastic run fits, fewest first; empty for a run of one size, and until the devices
+    of a joined cluster are known."""
 
     def on(self, resolved: ResolvedRun) -> Prepared:
         """Return the inputs of a run whose devices are known now."""
@@ -108,6 +112,7 @@ def _preflight(spec: RunSpec) -> Prepared:
             _try(partial(read_rows, field, path, split, spec.sizes), problems)
     everything = [*prompts.train, *prompts.held_out] if prompts else []
     resolved = _resolved(spec, _longest(spec, everything, policy) if policy and prompts else None)
+    sizes = None if resolved is None else _try(partial(_sizes, spec, resolved), problems)
     spec = spec if resolved is None else resolved.spec
     problems += weight_problems(
         "model.path",
@@ -149,6 +154,7 @@ def _preflight(spec: RunSpec) -> Prepared:
         policy.shape,
         tuple(warnings),
         prompts.skipped,
+        sizes or (),
     )
     return prepared if resolved is None else prepared.on(resolved)
 
@@ -163,6 +169,13 @@ def _resolved(spec: RunSpec, sequence_tokens: int | None) -> ResolvedRun | None:
         return resolve(spec, [local_node(load_price_book(spec.scaling.prices).kinds)], sequence_tokens)
     except UserError:
         return None
+
+
+def _sizes(spec: RunSpec, resolved: ResolvedRun) -> tuple[int, ...]:
+    """Return the sizes on which an elastic run fits on this machine. Raises InputError if its `min` does not fit."""
+    if spec.placement.size_range is None:
+        return ()
+    return tuple(each.devices for each in fitting_sizes(spec, resolved.devices.kind, resolved.devices.count))
 
 
 def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: PolicyModel) -> int:

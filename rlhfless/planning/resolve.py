@@ -60,6 +60,7 @@ kernel per seeded row, estimated from its code at 3 to 6 ms per iteration at 256
 REASONS = {
     "dtype": "GPUs compute in 16 bits",
     "max_tokens": "half of the model's context is left to prompts",
+    "devices": "as many as it may have there",
     "mode": "the cheapest placement that fits",
     "learner_devices": "a device for each rank of the learner",
     "turns": "the functions fit only in turns",
@@ -159,6 +160,9 @@ def resolve(
     there is none.
     """
     devices = cluster if isinstance(cluster, DeviceCount) else devices_of(spec, cluster)
+    given = spec
+    if spec.placement.size_range is not None:
+        spec = edited(spec, {"placement.devices": devices.count})
     asked = memory = None
     if required or is_path(spec.model.path) or not on_cores(spec, devices.kind):
         try:
@@ -171,7 +175,7 @@ def resolve(
     reasons = {} if on_cores(final, devices.kind) else REASONS
     decided = tuple(
         Decided(key, value, reasons.get(key.rpartition(".")[2], f"the default on {devices.kind}"))
-        for key, _, value in differences(spec, final)
+        for key, _, value in differences(given, final)
     )
     return ResolvedRun(final, devices, asked, memory, decided)
 
@@ -272,6 +276,8 @@ def keep_resolved(spec: RunSpec, before: RunSpec) -> RunSpec:
         value = attrgetter(key)(spec)
         if value == "auto" or not is_set(spec, key):
             kept[key] = attrgetter(key)(before)
+    if spec.placement.size_range is not None:
+        kept["placement.devices"] = before.placement.devices
     return edited(spec, kept)
 
 

@@ -10,19 +10,22 @@ from functools import cached_property
 from typing import Any
 
 from rlhfless.planning.dimensions import like
-from rlhfless.planning.inputs import DeviceCount, model_config
+from rlhfless.planning.inputs import DeviceCount, count_on, model_config
 from rlhfless.planning.memory_plan import Question
+from rlhfless.planning.objects import PlannedCost
 from rlhfless.planning.resolve import plan_problems, question_of, resolve
+from rlhfless.planning.sizes import fitting_sizes
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.prediction.prefill import PlannedPrefill, planned_prefill
 from rlhfless.prediction.scatter import Scatter
-from rlhfless.prediction.schedules import NO_SCHEDULES, Predict, schedules_of
+from rlhfless.prediction.schedules import NO_SCHEDULES, Predict, limit_of_run, schedules_of
 from rlhfless.prediction.sensitivity import costs_usd
 from rlhfless.prediction.simulated import Lengths, Predicted, lengths_of, predicted
 from rlhfless.prediction.supervised_cost import written, written_lengths
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.scaling.policies.contract import best_of
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.fleet import with_learner
 from rlhfless.sim.replay.latency_file import LatencyFile
@@ -137,6 +140,35 @@ class Planner:
             "no_engine": asked.sheet.no_engine,
         }
 
+    def sizes(self, spec: RunSpec, kind: str, present: int) -> dict[str, Any] | None:
+        """Return PlannedSizes of a spec; None unless it is elastic. Raises InputError as `fitting_sizes`."""
+        if (wanted := spec.placement.size_range) is None:
+            return None
+        fitting, quick = fitting_sizes(spec, kind, present, required=True), self.quick()
+        found: dict[int, PlannedCost] = {}
+        reason = None
+        for each in fitting:
+            assert each.asked is not None  # a plan is required
+            answer, why = quick.predicted(each.asked)
+            if answer is None:
+                reason = why
+            else:
+                found[each.devices] = answer.cost
+        most = fitting[-1].devices
+        if wanted.max == "auto" and found:
+            figures = [(cost.wall_s, cost.cost_usd) for cost in found.values()]
+            most = list(found)[best_of(figures, spec.scaling.contract, limit_of_run(spec))]
+        return {
+            "kind": kind,
+            "minimum": fitting[0].devices,
+            "maximum": max(most, fitting[0].devices),
+            "sizes": [
+                {"devices": size, "step_s": cost and cost.step_s, "cost_usd": cost and cost.cost_usd}
+                for size, cost in ((each.devices, found.get(each.devices)) for each in fitting)
+            ],
+            "reason": None if found else reason,
+        }
+
     def schedules(self, asked: Question, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return `schedules` and `schedule_reason` of PlanObject. `row` is the run's own PlannedDevices."""
         if not row["fits"]:
@@ -212,6 +244,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
         "chosen": chosen,
         "memory": _memory(main),
         **planner.schedules(main, chosen),
+        "sizes": planner.sizes(planner.spec, devices.kind, question["present"].get(devices.kind, 0)),
         "lengths": planner.lengths.source,
         "missing": _missing(planner, devices.kind, question["present"]),
     }
@@ -235,7 +268,7 @@ def chosen_devices(spec: RunSpec, devices: Mapping[str, int]) -> DeviceCount:
     """Return the run's devices, from its spec or else from the service's devices."""
     gpus = [kind for kind in devices if kind not in (CPU_KIND, spec.placement.learner_kind)]
     kind = spec.placement.kind or (gpus[0] if gpus else CPU_KIND)
-    return DeviceCount(kind, spec.placement.devices or devices.get(kind, 0) or 1)
+    return DeviceCount(kind, count_on(spec, devices.get(kind, 0)) or 1)
 
 
 def _memory(asked: Question) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
                 f"the cluster has GPUs of the learner's kind only, {kinds[0]}; name generation's with placement.kind"
             )
         return others[0] if others else CPU_KIND
-    _require_known("placement.kind", spec.kind, kinds, may_come=bool(spec.ray_address and spec.devices))
+    _require_known("placement.kind", spec.kind, kinds, may_come=bool(spec.ray_address and spec.device_count))
     return spec.kind
 
 
@@ -345,7 +345,7 @@ def _by_node(
     nodes.
     """
     present = sum(node.count(kind) for node in nodes)
-    wanted = spec.devices or present
+    wanted = spec.device_count or present
     if wanted > present and not spec.ray_address:
         raise PlacementError(f"{key} asks for {wanted} device(s) of kind {kind}, but {present} are there")
     if not wanted:
@@ -354,7 +354,7 @@ def _by_node(
             "placement.devices"
         )
     largest = max((node.count(kind) for node in nodes), default=0)
-    if largest < per_actor and spec.ray_address and spec.devices and spec.mode != "disaggregated":
+    if largest < per_actor and spec.ray_address and spec.device_count and spec.mode != "disaggregated":
         nodes = ()
     left, taken = wanted, dict.fromkeys((node.name for node in nodes), 0)
     freest = sorted(nodes, key=lambda node: -node.free(kind))
@@ -415,7 +415,7 @@ def _windows(
         for first in range(0, len(node.devices) - size + 1, size)
     ]
     count = sum(len(node.devices) for node in by_node)
-    if spec.mode == "disaggregated" and spec.ray_address and spec.devices:
+    if spec.mode == "disaggregated" and spec.ray_address and spec.device_count:
         # The remainder of a node makes no actor; if nodes may join, those devices are requested on another node.
         left = [device for node in by_node for device in node.devices[len(node.devices) // size * size :]]
         windows += [_NodeDevices("", tuple(left[i : i + size])) for i in range(0, len(left) - size + 1, size)]

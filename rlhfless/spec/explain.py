@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, runtime_checkable
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rlhfless.spec.document import Path, dotted
@@ -157,6 +157,16 @@ def models(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
+def _members(annotation: Any) -> dict[str, Any]:
+    """Return the tagged members of a union of a model and plain values, by tag."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return {}
+    parts = [part for part in get_args(annotation) if get_origin(part) is Annotated]
+    return {tag.tag: get_args(part)[0] for part in parts for tag in part.__metadata__ if isinstance(tag, Tag)}
+
+
 @dataclass(frozen=True, slots=True)
 class _Spot:
     """The place of an error in the data: pydantic's `loc` below `root`."""
@@ -177,6 +187,9 @@ class _Spot:
                 continue
             if isinstance(key, str) and not candidates and get_origin(annotation) in (Union, types.UnionType):
                 continue  # the name of a union member
+            if isinstance(key, str) and (members := _members(annotation)):
+                annotation = members.get(key, annotation)
+                continue
             path.append(key)
             value = _below(value, key)
             if get_origin(annotation) is dict:
@@ -244,7 +257,7 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
     elif kind == "literal_error":
         what = f"{shown(value)}: {message}"
         hint = nearest(str(value), map(str, get_args(annotation))).strip()
-    elif not models(annotation):  # a section's own check quotes the values
+    elif not models(annotation) or not isinstance(value, Mapping):  # a section's own check quotes the values
         what = f"{shown(value)}: {message}"
     return Problem(dotted(path), what, hint, origin_of(path, origins))
 

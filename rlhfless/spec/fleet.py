@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from rlhfless.spec.base import MOST_PROCESSES, Duration, FilePath, KeptPath, Processes, SpecModel
 from rlhfless.spec.extension import PluginField, PluginSpec
@@ -37,6 +38,53 @@ MOST_TENANTS = 8
 """With more runs, turns would be longer than a user waits for. Eight sleeping 7B runs already fill a host's memory."""
 
 
+Devices = Processes | Literal["auto"]
+
+
+class DeviceRange(SpecModel):
+    """The sizes that a run may have (docs/elastic.md)."""
+
+    min: Devices = "auto"
+    """The run waits until it gets this many, and never has fewer. `auto`: the fewest on which the memory plan fits."""
+
+    max: Devices = "auto"
+    """Maximum. `auto`: where more devices no longer pay, by the run's own time per step and its contract; from the
+    command line, all devices that are there."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DeviceRange:
+        if self.min != "auto" and self.max != "auto" and self.min > self.max:
+            raise ValueError(f"min ({self.min}) is above max ({self.max}); swap them, or give one number for both")
+        return self
+
+    def within(self, present: int) -> int:
+        """Return the number of devices of a run that has the cluster to itself: at most `present`, at least `min`."""
+        most = present if self.max == "auto" else min(self.max, present)
+        return max(most, 1 if self.min == "auto" else self.min)
+
+
+def _member(value: Any) -> str | None:
+    """Return the member of the union below that a value is for; None if it is for none."""
+    if isinstance(value, Mapping | DeviceRange):
+        return "range"
+    if value is None or value == "auto":
+        return "word"
+    is_number = isinstance(value, int | float) or (isinstance(value, str) and value.isdecimal())
+    return "number" if is_number and not isinstance(value, bool) else None
+
+
+DeviceCounts = Annotated[
+    Annotated[Processes, Tag("number")]
+    | Annotated[Literal["auto"] | None, Tag("word")]
+    | Annotated[DeviceRange, Tag("range")],
+    Discriminator(
+        _member,
+        custom_error_type="device_counts",
+        custom_error_message="should be a number of devices, auto, or a range {min, max}",
+    ),
+]
+
+
 class PlacementSpec(SpecModel):
     """Which functions share devices."""
 
@@ -61,8 +109,9 @@ class PlacementSpec(SpecModel):
     """Allow `float32` for `model.dtype` and `learner.dtype` on GPUs. It is refused otherwise, because it takes twice
     the memory and several times the time of bfloat16."""
 
-    devices: Processes | None = None
-    """Number of devices (GPUs or CPU cores) for the run. `null`: all devices of the cluster. A run that joins a cluster
+    devices: DeviceCounts = None
+    """Number of devices (GPUs or CPU cores) for the run, or `{min, max}` for a run that can have
+    several sizes; `auto` is `{min: auto, max: auto}`. `null`: all devices of the cluster. A run that joins a cluster
     may request more than the cluster has: a cluster autoscaler sees the demand, and the run reports what it is waiting
     for."""
 
@@ -105,6 +154,27 @@ class PlacementSpec(SpecModel):
                 f"learner_kind is {kind}, and so is kind: leave learner_kind out, and count its devices in devices"
             )
         return self
+
+    @model_validator(mode="after")
+    def _elastic_alone(self) -> PlacementSpec:
+        if self.size_range is not None and self.tenants > 1:
+            raise ValueError(
+                f"devices is a range, but tenants is {self.tenants}: runs that share devices take turns on the same "
+                "ones; give a number of devices, or set tenants to 1"
+            )
+        return self
+
+    @property
+    def size_range(self) -> DeviceRange | None:
+        """The sizes of an elastic run; None for a run of one size."""
+        if self.devices == "auto":
+            return DeviceRange()
+        return self.devices if isinstance(self.devices, DeviceRange) else None
+
+    @property
+    def device_count(self) -> int | None:
+        """`devices` as a number; None if the cluster or the service decides it."""
+        return self.devices if isinstance(self.devices, int) else None
 
     def kind_of_learner(self, kind: str) -> str:
         """Return the device kind of the learner side, given that of generation."""
