@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,7 +79,12 @@ class SimulatedDevices:
     def finish_start(self, user: str) -> None: ...
 
     def must_come(self, allocation: Allocation) -> bool:
-        return False
+        """Return whether a replica would wait for a machine that has not been provisioned yet."""
+        return any(self._there_at_s(device.name) > unix_s() for device in allocation.devices)
+
+    def _there_at_s(self, name: str) -> float:
+        first_s = self._there_s.get(self._node_of[name], math.inf if self._node_s else 0.0)
+        return max(first_s, self._not_before_s.get(name, 0.0))
 
     def bound(self, allocation: Allocation) -> Allocation:
         return allocation

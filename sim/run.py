@@ -15,8 +15,8 @@ from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.turns import take_turns
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator import step as rlhf
-from rlhfless.orchestrator.fleet_slots import FleetSlots
 from rlhfless.orchestrator.ledger import Ledger
+from rlhfless.orchestrator.live_fleet import LiveFleet
 from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.orchestrator.scaler import Scaler, StepDue
 from rlhfless.orchestrator.schedules import schedule_of
@@ -25,18 +25,18 @@ from rlhfless.records import Experience, FunctionName, FunctionRole, StepRecord,
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.function_specs import Bounds, declared
 from rlhfless.scaling.policies.contract import RunContract
-from rlhfless.scaling.policy import FleetView, Policy
+from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.billing import MemoryTrace
 from rlhfless.sim.cluster import NO_FAULTS, SimulatedCluster, SimulatedFaults, version_of
 from rlhfless.sim.counted import CountedBatch
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
+from rlhfless.sim.known import SetupEngines, SetupLedger
 from rlhfless.sim.samples import RolloutBatch, StepProgress
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.stage import SimulatedStage
 from rlhfless.sim.strict import StrictRunner
-from rlhfless.sim.view import fleet_view
 from rlhfless.sim.virtual_loop import VirtualLoop, run_virtual, waiting
 from rlhfless.spec import RunSpec
 from rlhfless.util.clock import unix_s
@@ -60,22 +60,18 @@ def spec_of(setup: Setup, steps: int, call_limit_s: float = LONG_S) -> RunSpec:
     generation = spec.generation.model_copy(
         update={"max_tokens": setup.max_tokens, "progress_interval_s": setup.links.heartbeat_s}
     )
-    recovery = spec.recovery.model_copy(update={"heartbeat_s": LONG_S})
+    engine = generation.engine.model_copy(update={"max_sequences": setup.actors[0].engine.max_sequences})
+    actors = {"min_actors": setup.fewest_actors, "max_actors": len(setup.actors)}
+    scaling = spec.scaling.model_copy(update={"generation": spec.scaling.generation.model_copy(update=actors)})
     return spec.model_copy(
-        update={"timeouts": timeouts, "generation": generation, "recovery": recovery, "schedule": setup.schedule}
+        update={
+            "timeouts": timeouts,
+            "generation": generation.model_copy(update={"engine": engine}),
+            "recovery": spec.recovery.model_copy(update={"heartbeat_s": LONG_S}),
+            "scaling": scaling,
+            "schedule": setup.schedule,
+        }
     )
-
-
-class SimulatedView(FleetSlots):
-    """The slots of a run with the simulator's view of them."""
-
-    def __init__(self, call: Call, pools: Sequence[ReplicaPool], ledger: Ledger, fleet_view: FleetView) -> None:
-        super().__init__(call, pools, ledger)
-        self._view = fleet_view
-
-    def view(self) -> FleetView:
-        """See FleetSlots."""
-        return self._view
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +244,14 @@ async def _simulate(
     _advance_engines(engines, limit_s)
     spec = spec_of(setup, batches[-1].step, call_limit_s)
     writer = MemoryTrace()
-    ledger = Ledger(writer, prices)  # type: ignore[arg-type]
+    ledger = SetupLedger(writer, prices, setup)
     devices, call = SimulatedDevices(setup), Call("simulated", 1, 0)
     cluster = SimulatedCluster(setup, engines, devices, faults)
     pools = _pools(setup, spec, cluster, devices, call, ledger)
     beside = {function for function, at in zip(setup.functions, setup.slot_setups, strict=True) if at.beside}
     take_turns(pool for function, pool in pools.items() if function not in beside)
-    fleet = SimulatedView(call, [*pools.values()], ledger, fleet_view(setup, prices))
+    known = SetupEngines(setup)
+    fleet = LiveFleet(spec, call, [*pools.values()], ledger, known, known)
     scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))  # type: ignore[arg-type]
     if strict:
         scaler.runner = StrictRunner(policy, fleet, ledger.add_decision, lambda: ledger.calls + engines.tokens)
@@ -310,7 +307,9 @@ def _pools(
     for function, mine in slots.items():
         allocations = tuple(_of_its_own(setup.slot_setups[slot].allocation) for slot in mine)
         slot_of = {id(allocation): slot for allocation, slot in zip(allocations, mine, strict=True)}
-        bounds = Bounds(setup.fewest_actors if function == FunctionName.GENERATION else 0, "simulated")
+        fewest = setup.fewest_actors if function == FunctionName.GENERATION else 0
+        by_use = function == FunctionName.LEARNER and setup.learner.paid_around is not None
+        bounds = Bounds(fewest, "simulated", idle=not by_use)
         blueprint = Blueprint(
             declared()[function], object, lambda bound, slot_of=slot_of: slot_of[id(bound)], allocations, bounds
         )

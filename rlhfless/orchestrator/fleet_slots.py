@@ -1,14 +1,14 @@
 """The slots of a run as its scaling policy knows them: the states of their replicas, starts and releases.
 
 A slot has an allocation of the placement. Functions on the same device hold shares of it or take turns
-(rlhfless.fleet.turns); policies have no part in that. The learner is never released, so its devices are paid for
-throughout.
+(rlhfless.fleet.turns); policies have no part in that. The learner is never released, so its part of its devices is
+paid for throughout.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from rlhfless.fleet.pool import ReplicaPool
@@ -18,7 +18,7 @@ from rlhfless.records import Decision, FunctionRole, Invocation
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.policy import FleetView, SlotView
-from rlhfless.scaling.prices import PriceBook
+from rlhfless.scaling.prices import PriceBook, RentalTerms
 from rlhfless.util.clock import unix_s
 
 
@@ -38,6 +38,9 @@ class FleetFigures(Protocol):
 
     def reacquire_s(self, kind: str) -> float:
         """Return the expected, unbilled wait for devices of a kind whose node must first join the cluster."""
+
+    def terms(self, kinds: Collection[str]) -> RentalTerms:
+        """Return the rental terms of devices of these kinds."""
 
     def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
         """Return the cost of the run so far, including the open holdings of these pools."""

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 
 from rlhfless.fleet.pool import ReplicaPool
@@ -19,8 +20,16 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
-from rlhfless.scaling.accounting import Spent, StepTimes, cold_starts, length, recovery_until_s, step_times, union
-from rlhfless.scaling.prices import SECONDS_PER_HOUR, Acquired, AcquisitionLags, PriceBook, mean_phases, started
+from rlhfless.scaling.accounting import Interval, Spent, StepTimes, length, recovery_until_s, step_times, union
+from rlhfless.scaling.prices import (
+    SECONDS_PER_HOUR,
+    Acquired,
+    AcquisitionLags,
+    PriceBook,
+    RentalTerms,
+    mean_phases,
+    started,
+)
 from rlhfless.util.clock import monotonic_s, unix_s
 
 log = logging.getLogger(__name__)
@@ -64,7 +73,10 @@ class Ledger:
         """Rollouts of the steps in progress, by step."""
         self._holdings = list(earlier.holdings)
         self._invocations = list(earlier.invocations)
-        self._starts = [holding for holding in earlier.holdings if holding.state is ReplicaState.STARTING]
+        self._starts: dict[str, dict[str, Interval]] = defaultdict(dict)
+        """By function and incarnation: the start and end of its cold start."""
+        for holding in sorted(earlier.holdings, key=attrgetter("start_s")):
+            self._add_start(holding)
         self._earlier_device_s = sum(holding.device_s for holding in earlier.holdings if prices.occupies(holding))
         self.earlier_held_s = held_s(earlier)
         """Seconds in which earlier attempts held devices."""
@@ -82,8 +94,15 @@ class Ledger:
         self._device_s += holding.device_s if self.prices.occupies(holding) else 0.0
         self._since_s = holding.start_s if self._since_s is None else min(self._since_s, holding.start_s)
         self._closed_usd += self.prices.cost_usd([holding])
-        if holding.state == ReplicaState.STARTING:
-            self._starts.append(holding)
+        self._add_start(holding)
+
+    def _add_start(self, holding: Holding) -> None:
+        """Note a cold start. A flush of the ledger splits it into several holdings; a wake-up comes later."""
+        if holding.state is ReplicaState.STARTING:
+            starts = self._starts[holding.function]
+            start_s, end_s = starts.get(holding.incarnation, (holding.start_s, holding.start_s))
+            if holding.start_s <= end_s:
+                starts[holding.incarnation] = start_s, max(end_s, holding.end_s)
 
     def calls_after(self, count: int) -> list[Invocation]:
         """Return the calls after the first `count` of this attempt, at most the last NEWEST_CALLS."""
@@ -129,6 +148,11 @@ class Ledger:
         AcquisitionLags."""
         return self._lags.lag_s(kind)
 
+    def terms(self, kinds: Collection[str]) -> RentalTerms:
+        """See FleetFigures. They are those of the price book, with the measured waits."""
+        lag_s = max(self.reacquire_s(kind) for kind in kinds)
+        return RentalTerms.of([self.prices.device(kind).billing for kind in sorted(kinds)], lag_s)
+
     def add_step(self, record: StepRecord, others_since_s: float | None = None) -> None:
         """Add a finished step, and forget its calls, except those since `others_since_s`, the start of the other steps
         in progress."""
@@ -161,10 +185,8 @@ class Ledger:
 
     def mean_start_s(self, function: str) -> float | None:
         """See FleetFigures."""
-        starts = cold_starts([holding for holding in self._starts if holding.function == function])
-        if not starts:
-            return None
-        return fmean(end_s - start_s for start_s, end_s in starts)
+        starts = self._starts.get(function)
+        return fmean(end_s - start_s for start_s, end_s in starts.values()) if starts else None
 
     def mean_start_phases(self) -> dict[str, float]:
         """See FleetFigures."""

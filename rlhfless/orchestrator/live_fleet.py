@@ -1,103 +1,56 @@
-"""The policies' view of a live fleet: its slots (rlhfless.orchestrator.fleet_slots) with prices and measured times.
+"""The policies' view of a run's fleet: its slots (rlhfless.orchestrator.fleet_slots) with prices and measured times.
 
-Migrated samples recompute their KV. The price of an actor is the saving if it is released; in a fixed fleet, it is 0.
+Migrated samples recompute their KV. The price of an actor is the saving if it is released: 0 in a fixed fleet, and on
+devices that the learner holds as a whole.
 """
 
 from __future__ import annotations
 
-import json
-import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Protocol
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.calls import Call
-from rlhfless.functions.generation.vllm.arguments import SUPPORTED_RELEASE, installed_version
 from rlhfless.orchestrator.fleet_slots import FleetFigures, FleetSlots
-from rlhfless.records import FunctionRole, StartPhase
-from rlhfless.scaling.fleet_constants import MOVE_S, load_s
-from rlhfless.scaling.latency.fitted import EngineSpeeds
-from rlhfless.scaling.latency.roofline import START_S, start_phases
-from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.records import FunctionRole
+from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.fleet_constants import MOVE_S
+from rlhfless.scaling.latency.roofline import START_S
+from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot
-from rlhfless.scaling.prices import Rate, RentalTerms, mean_phases
+from rlhfless.scaling.prices import Rate
 from rlhfless.spec import RunSpec
-from rlhfless.util.folders import home, replace_text
 
-log = logging.getLogger(__name__)
-
-FILE = "starts.json"
+ROUNDING = 1e-9
+"""Shares of a device that add up to 1 may differ from it by less."""
 
 
-class EngineStarts:
-    """Expected start times of a run's engines, learned over runs and kept in a file."""
+class EngineModels(Protocol):
+    """The latency models of a run's engines (rlhfless.scaling.latency.fitted.EngineSpeeds)."""
 
-    def __init__(self, spec: RunSpec, shape: ModelShape | None) -> None:
-        self._spec = spec
-        self._shape = shape
+    def model(self, kind: str) -> EngineModel:
+        """Return the best known model of the engines on a kind of device."""
+
+
+class ExpectedEngines(Protocol):
+    """What is expected of a run's engines until it is measured (rlhfless.orchestrator.engine_starts)."""
 
     def expected_s(self, kind: str) -> float:
         """Return the seconds of a start on devices of a kind, excluding the first load of the run's weights."""
-        return sum(self.expected(kind).values())
-
-    def expected(self, kind: str) -> dict[str, float]:
-        """Return the seconds of each phase of a start, by StartPhase."""
-        kept = _kept().get(self._key(kind))
-        if kept is not None:
-            return kept
-        if kind == CPU_KIND or self._shape is None:
-            return {StartPhase.BUILD: START_S}
-        return start_phases(self._shape)
 
     def expected_load_s(self, kind: str) -> float:
         """Return the seconds of a weight load; 0 if unknown."""
-        if kind == CPU_KIND or self._shape is None:
-            return 0.0
-        return load_s(self._shape, self._spec.generation.engine.devices_per_actor)
+
+    def expected_kv_tokens(self, kind: str) -> int:
+        """Return the capacity of an engine's KV cache."""
 
     def keep(self, kind: str, phases: Mapping[str, float]) -> None:
-        """Save the measured seconds of each phase, averaged with earlier ones. Errors of the file are only logged."""
-        kept = _kept()
-        kept[self._key(kind)] = mean_phases([phases, kept.get(self._key(kind), phases)])
-        file = _file()
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(file, json.dumps(kept, indent=1) + "\n")
-        except OSError as error:
-            log.warning("cannot save engine start times to %s: %s", file, error)
-
-    def _key(self, kind: str) -> str:
-        tensor_parallel = self._spec.generation.engine.devices_per_actor
-        try:
-            version = installed_version()
-        except RuntimeError:  # a driver on a machine without engines
-            version = SUPPORTED_RELEASE
-        return f"{self._spec.model.path} on {tensor_parallel} x {kind}, vLLM {version}"
-
-
-def _file() -> Path:
-    return home() / FILE
-
-
-def _kept() -> dict[str, dict[str, float]]:
-    """Return the saved seconds of each phase, by engine; empty if there is no file, or it cannot be read."""
-    try:
-        values = json.loads(_file().read_text("utf-8"))
-        return {key: {str(phase): float(s) for phase, s in phases.items()} for key, phases in values.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        log.warning("cannot read saved engine start times from %s: %s", _file(), error)
-        return {}
-
-
-NODE = "cluster"
-"""The node of every slot: policies do not distinguish nodes."""
+        """Save the measured seconds of each phase of a start for later runs."""
 
 
 class LiveFleet(FleetSlots):
-    """The slots of a live run, with the best estimates so far."""
+    """The slots of a run, with the best estimates so far."""
 
     def __init__(
         self,
@@ -105,15 +58,13 @@ class LiveFleet(FleetSlots):
         call: Call,
         pools: Sequence[ReplicaPool],
         ledger: FleetFigures,
-        speeds: EngineSpeeds,
-        max_model_len: int,
-        starts: EngineStarts | None = None,
+        speeds: EngineModels,
+        starts: ExpectedEngines,
     ) -> None:
         super().__init__(call, pools, ledger)
         self._spec = spec
         self._speeds = speeds
-        self._max_model_len = max_model_len
-        self._starts = starts or EngineStarts(spec, None)
+        self._starts = starts
 
     def keep_starts(self) -> None:
         """See FleetSlots."""
@@ -129,8 +80,8 @@ class LiveFleet(FleetSlots):
             move_s=MOVE_S.value,
             heartbeat_s=self._spec.generation.progress_interval_s,
             max_tokens=self._spec.generation.max_tokens,
-            kept_usd_per_s=sum(map(self._kept_usd_per_s, [*self._pools, *self._prefill])),
-            terms=self._terms(),
+            kept_usd_per_s=self._kept_usd_per_s(),
+            terms=self._ledger.terms(self._kinds()),
         )
 
     def _replica_slots(self, pool: ReplicaPool) -> list[ReplicaSlot]:
@@ -141,16 +92,15 @@ class LiveFleet(FleetSlots):
         kinds = {allocation.devices[0].kind for allocation in pool.allocations} if samples else ()
         engines = {kind: self._engine(kind) for kind in kinds}
         expected_s = {} if measured_s is not None else {kind: self._starts.expected_s(kind) for kind in kinds}
+        kept = self._kept_shares()
         return [
             ReplicaSlot(
                 function=function,
                 role=pool.kind.role,
                 kind=allocation.devices[0].kind,
                 devices=tuple(device.name for device in allocation.devices),
-                node=NODE,
-                usd_per_s=0.0
-                if self._is_kept(pool)
-                else self._ledger.prices.usd_per_s(allocation.shared, "saved_usd_per_hour"),
+                node=allocation.devices[0].node,
+                usd_per_s=0.0 if self._is_kept(pool) else self._saved_usd_per_s(allocation, kept),
                 start_s=expected_s.get(allocation.devices[0].kind, START_S) if measured_s is None else measured_s,
                 engine=engines.get(allocation.devices[0].kind),
                 usable=not samples or number not in self._unusable,
@@ -163,13 +113,6 @@ class LiveFleet(FleetSlots):
         """See ReplicaSlot."""
         return self._ledger.reacquire_s(pool.allocations[number].devices[0].kind) if pool.must_come(number) else 0.0
 
-    def _terms(self) -> RentalTerms:
-        """Return the rental terms of the actors' devices, from the price book and the measured waits."""
-        kinds = self._kinds()
-        prices = [self._ledger.prices.device(kind) for kind in sorted(kinds)]
-        lag_s = max(self._ledger.reacquire_s(kind) for kind in kinds)
-        return RentalTerms.of([price.billing for price in prices], lag_s)
-
     def _kinds(self) -> set[str]:
         """Return the kinds of the actors' devices."""
         return {device.kind for allocation in self._actors.allocations for device in allocation.devices}
@@ -179,10 +122,38 @@ class LiveFleet(FleetSlots):
         fixed = pool is self._actors and self._spec.scaling.generation.fixed
         return fixed or pool.kind.role in (FunctionRole.UPDATES, FunctionRole.PREFILLS)
 
-    def _kept_usd_per_s(self, pool: ReplicaPool) -> float:
-        """Return the part of the pool's cost that releases do not save."""
-        rate: Rate = "usd_per_hour" if self._is_kept(pool) else "released_usd_per_hour"
-        return sum(self._ledger.prices.usd_per_s(allocation.shared, rate) for allocation in pool.allocations)
+    def _kept_shares(self) -> Mapping[str, float]:
+        """Return the shares of devices that are paid for whatever is released, by name of the device. Replicas that
+        take turns on a device may each have all of it."""
+        kept: dict[str, float] = defaultdict(float)
+        for pool in filter(self._is_kept, (*self._pools, *self._prefill)):
+            for allocation in pool.allocations:
+                if not allocation.lent:  # another run pays while the replica sleeps
+                    for device, share in allocation.shared:
+                        kept[device.name] += share
+        return kept
+
+    def _saved_usd_per_s(self, allocation: Allocation, kept: Mapping[str, float]) -> float:
+        """Return the saving of a release: the price of the shares that nothing else pays for."""
+        shared = ((device, _at_most(share, 1 - kept.get(device.name, 0.0))) for device, share in allocation.shared)
+        return self._ledger.prices.usd_per_s(shared, "saved_usd_per_hour")
+
+    def _kept_usd_per_s(self) -> float:
+        """Return the cost that releases do not save, of all devices. A learner that gives its devices back after each
+        use is paid for by its work."""
+        prices = self._ledger.prices
+        held: dict[str, float] = defaultdict(float)
+        usd_per_s = 0.0
+        for pool in sorted((*self._pools, *self._prefill), key=self._is_kept, reverse=True):
+            if self._is_kept(pool) and not pool.bounds.idle:
+                continue
+            rate: Rate = "usd_per_hour" if self._is_kept(pool) else "released_usd_per_hour"
+            for allocation in pool.allocations:
+                shared = [(device, _at_most(share, 1 - held[device.name])) for device, share in allocation.shared]
+                usd_per_s += prices.usd_per_s(shared, rate)
+                for device, share in shared:
+                    held[device.name] += share
+        return usd_per_s
 
     def _engine(self, kind: str) -> EngineLimits:
         limits = self._spec.generation.engine
@@ -190,7 +161,11 @@ class LiveFleet(FleetSlots):
         reported = [actor.info.kv_capacity_tokens for actor in alike if actor.info]
         return EngineLimits(
             model=self._speeds.model(kind),
-            # Until an engine reports the size of its KV cache, only its sequence limit is known.
-            kv_capacity_tokens=max(reported, default=0) or limits.sequence_limit * self._max_model_len,
+            kv_capacity_tokens=max(reported, default=0) or self._starts.expected_kv_tokens(kind),
             max_sequences=limits.sequence_limit,
         )
+
+
+def _at_most(share: float, room: float) -> float:
+    """Return the part of a share that fits into the room on its device."""
+    return share if share <= room + ROUNDING else max(room, 0.0)

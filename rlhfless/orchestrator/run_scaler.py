@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.calls import Call
+from rlhfless.orchestrator.engine_starts import EngineStarts
 from rlhfless.orchestrator.fleet_slots import FleetFigures
-from rlhfless.orchestrator.live_fleet import EngineStarts, LiveFleet
+from rlhfless.orchestrator.live_fleet import LiveFleet
 from rlhfless.orchestrator.prompt_kv import PrefillActors
 from rlhfless.orchestrator.scaler import Scaler, StepDue
 from rlhfless.planning.preflight import Prepared
@@ -44,8 +45,7 @@ def scaler_of(
     speeds = EngineSpeeds(shape, limits.devices_per_actor, limits.sequence_limit)
     if earlier is not None:
         speeds.learn_trace(earlier)
-    starts = EngineStarts(spec, shape)
-    fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, starts)
+    fleet = LiveFleet(spec, call, pools, ledger, speeds, EngineStarts(spec, shape, prepared.max_model_len))
     spent_usd = ledger.cost_usd(())
     due = StepDue(_rest_of(spec, spec.scaling.contract, earlier, spent_usd))
     prefill = _prefill_of(spec, pools, ledger, speeds)

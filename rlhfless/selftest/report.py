@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless import __version__
-from rlhfless.orchestrator.live_fleet import EngineStarts
+from rlhfless.orchestrator.engine_starts import EngineStarts
 from rlhfless.planning.memory_plan import Question
 from rlhfless.prediction.run_plan import Planner
 from rlhfless.prediction.simulated import Lengths, lengths_of

@@ -14,6 +14,7 @@ import numpy as np
 from fakes.fake_cluster import FakeCluster, FakePool, pool_of, prompt, runner
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.calls import Call, ReplicaInfo
+from rlhfless.orchestrator.engine_starts import EngineStarts
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
 from rlhfless.orchestrator.ledger import Ledger
@@ -264,8 +265,8 @@ class Fleet:
             for function, bounds in ((FunctionName.SCORING, hold or Bounds()), (FunctionName.LEARNER, Bounds(1)))
         )
         pools = [self.actors, self.scoring, learner]
-        speeds = EngineSpeeds(None, 1, 256)
-        self.fleet = LiveFleet(self.spec, Call("run", 1, 0), pools, self.ledger, speeds, 100)
+        speeds, starts = EngineSpeeds(None, 1, 256), EngineStarts(self.spec, None, 100)
+        self.fleet = LiveFleet(self.spec, Call("run", 1, 0), pools, self.ledger, speeds, starts)
 
     def decisions(self) -> list[Decision]:
         self.ledger.write([])
@@ -277,4 +278,4 @@ PRICES = PriceBook.model_validate(
 )
 
 
-HALF_A_CORE = Allocation.of([Device("cpu-1", CPU_KIND, 1)], 0.5)
+HALF_A_CORE = Allocation.of([Device("cpu-2", CPU_KIND, 2)], 0.5)

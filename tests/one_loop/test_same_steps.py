@@ -25,8 +25,9 @@ from rlhfless.spec import WeightedSpec
 SCENARIOS = Path(__file__).parents[2] / "examples" / "scenarios"
 ONE_NODE, SPOT = "gsm8k-7b-a100", "reasoning-7b-h100-spot"
 POLICIES = ("static_colocated", "cost_aware")
-EXACT, NEAR = 0.002, 0.01
-"""Of a whole run; and of each step, or of a run on several nodes, which pull weights in another order."""
+EXACT, NEAR = 0.003, 0.02
+"""Of a whole run; and of each step, or of a run on several nodes, which pull weights in another order. A policy plans
+with the loads that it has measured; the simulator's loop shows it those of the setup."""
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -44,8 +45,8 @@ def test_each_step_takes_the_same_time_in_both_loops(name: str, policy: str) -> 
 def test_each_run_takes_the_same_time_in_both_loops(name: str, policy: str) -> None:
     prices, old, new = both(name, policy)
     print(f"{name}, {policy}: {sum(steps_s(new)) / sum(steps_s(old)):.4f}, {usd(new, prices) / usd(old, prices):.4f}")
-    assert sum(steps_s(new)) == pytest.approx(sum(steps_s(old)), rel=1.2 * NEAR)
-    assert usd(new, prices) == pytest.approx(usd(old, prices), rel=1.2 * NEAR)
+    assert sum(steps_s(new)) == pytest.approx(sum(steps_s(old)), rel=0.6 * NEAR)
+    assert usd(new, prices) == pytest.approx(usd(old, prices), rel=0.6 * NEAR)
 
 
 def both(name: str, policy: str) -> tuple[PriceBook, Trace, Trace]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from fakes.fake_run import Fleet, until
 from rlhfless.functions.calls import ReplicaInfo
 from rlhfless.functions.generation.messages import SampleItem
+from rlhfless.orchestrator.engine_starts import EngineStarts
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
-from rlhfless.orchestrator.live_fleet import EngineStarts
 from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.function_specs import Bounds
@@ -71,9 +72,17 @@ async def test_slots_are_allocations_with_prices_and_the_times_of_the_ledger(tmp
     assert [replica_slot.devices for replica_slot in view.replica_slots] == [
         ("cpu-0",),
         ("cpu-1",),
-        ("cpu-1",),
-        ("cpu-1",),
+        ("cpu-2",),
+        ("cpu-2",),
     ]
+
+
+async def test_a_wake_up_is_no_cold_start(tmp_path: Path) -> None:
+    scene = Fleet(tmp_path)
+    for begin_s, end_s in ((0.0, 12.0), (12.0, 20.0), (100.0, 101.0)):  # a flush of the ledger splits the first
+        holding = starting("s", FunctionName.SCORING, end_s)
+        scene.ledger.add_holding(replace(holding, start_s=begin_s))
+    assert scene.fleet.view().replica_slots[2].start_s == 20.0
 
 
 async def test_engines_say_what_they_hold_and_until_then_their_sequences_bound_them(tmp_path: Path) -> None:
