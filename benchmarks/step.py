@@ -31,7 +31,7 @@ from smoke import parsed
 from transformers import AutoModelForCausalLM
 from where import machine
 
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest
+from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.orchestrator.step import rollout, train
 from rlhfless.records import Rollout
 from rlhfless.records.journal import Journal

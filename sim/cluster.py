@@ -247,17 +247,24 @@ class SimulatedHandle:
         engines.submit(self.slot, self.life, request.numbers, at_s)
         self._opened = True
         self._requests.append(request)
-        await request.ended
-        self._requests.remove(request)
+        try:
+            await request.ended
+        finally:
+            self._requests.remove(request)
         yield StreamEnd(Reply(self._incarnation, None, start_s, unix_s(), request.usage()))
 
     async def do_abort(self, call: Call, numbers: Any) -> Reply[Any]:
-        """Return the boundary at which the samples left the engine."""
+        """Take samples out of the engine at its next boundary."""
         await self._late()
-        at_s = self._cluster.engines.engine(self.slot, self.life).abort(numbers, unix_s())
-        if at_s > unix_s():
-            await asyncio.sleep(at_s - unix_s())
-        return self._now(numbers)
+        engine = self._cluster.engines.engine(self.slot, self.life)
+        samples = np.intersect1d(np.asarray(numbers, np.int64), engine.resident)
+        at_s = engine.abort(samples, unix_s())
+        await asyncio.sleep(at_s - unix_s() + self._cluster.setup.links.move_s)
+        samples = samples[~engine.progress.finished[samples]]
+        for request in [*self._requests]:
+            if (mine := np.intersect1d(samples, request.numbers)).size:
+                request.aborted(mine)
+        return self._now(None)
 
     # -- services and learner
 

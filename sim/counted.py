@@ -1,20 +1,34 @@
-"""The samples of a step, counted: numbers and lengths in arrays, without tokens."""
+"""The samples of a step, counted: numbers and lengths in arrays, without tokens.
+
+They implement rlhfless.orchestrator.stage_samples.StageSamples. The engines (rlhfless.sim.engines) write to the same
+arrays, and report for all actors at once: one message for the groups that are complete, and one heartbeat.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from rlhfless.functions.calls import CallUsage
+from rlhfless.functions.calls import Call, CallUsage
+from rlhfless.functions.generation.messages import Progress
+from rlhfless.records import Work
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
-from rlhfless.sim.samples import StepProgress
+from rlhfless.sim.engines import StepEngines
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.util.clock import unix_s
 
 NONE = -1
+"""The request of a sample that is on none, and of a message of all engines."""
+
+NO_SAMPLES = np.empty(0, np.int64)
+
+ROUNDING_S = 1e-9
 
 
 class NothingReplayed:
@@ -26,33 +40,77 @@ class NothingReplayed:
         return {}
 
 
-class CountedSamples:
-    """The samples that are being generated: the counting form of InFlightSamples."""
+@dataclass(frozen=True, slots=True)
+class CountedRolloutRequest:
+    """See RolloutRequest, of which this is the counting form."""
 
-    def __init__(self, progress: StepProgress, slots: int) -> None:
-        table, batch = progress.table, progress.batch
-        self.progress_of_step = progress
-        self.step = batch.step
-        self.slots = slots
-        self.request = np.full(batch.samples, NONE, np.int64)
-        """The request of each running sample."""
-        self.waits = np.zeros(batch.samples, np.bool_)
-        """Whether each has a slot but no request."""
-        self.order: list[Ints] = []
-        """Samples that wait, in the order of their assignment; entries that no longer wait are skipped."""
+    call: Call
+    batch: RolloutBatch
+    prompts: tuple[Any, ...]
+    work: Work = Work.GENERATE
+    selection: None = None
+
+    @property
+    def groups(self) -> int:
+        return self.batch.groups
+
+
+@dataclass(slots=True, eq=False)
+class CountedRequest:
+    """See GenerateRequest, of which this is the counting form. The actor waits until it has `ended`."""
+
+    numbers: Ints
+    version: str
+    ended: asyncio.Future[None]
+    aborted: Callable[[Ints], None]
+    """To be called with samples that have left the engine."""
+    items: tuple[()] = ()
+
+    def usage(self) -> CallUsage:
+        return CallUsage(sequences=len(self.numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class CountedFinished:
+    """See GroupsFinished, of which this is the counting form."""
+
+    groups: Ints = field(default_factory=lambda: NO_SAMPLES)
+    """Groups that have become complete since the last message."""
+    aborted: Ints = field(default_factory=lambda: NO_SAMPLES)
+
+
+class CountedSamples:
+    """The samples of one request (implements StageSamples)."""
+
+    from_earlier = ()
+    resumed = (0, 0)
+
+    def __init__(self, request: CountedRolloutRequest, engines: StepEngines, slots: int) -> None:
+        """`slots`: number of slots for generation actors."""
+        batch, progress = request.batch, engines.begin(request.batch, self._report, self._look)
+        table = progress.table
+        self.request = request
+        self.step = request.call.step
+        self.receive: Callable[[int, Any], None] = lambda *_: None
+        """Takes the messages of the engines: GenerationStage.receive."""
+        self.progress = progress
         self.replayed = NothingReplayed()
         self.slot_of = table.home
-        self.finished = table.finished
         self.assignment = Assignment(table.home, table.finished, slots)
-        self._view = (
-            batch.prompt_ids,
-            read_only(batch.prompt_tokens),
-            read_only(batch.group),
-            read_only(table.tokens),
-            read_only(table.finished),
-            read_only(table.truncated),
-            read_only(table.home),
-        )
+        self._slots = slots
+        self._request_of = np.full(batch.samples, NONE, np.int64)
+        self._back = np.zeros(batch.samples, np.bool_)
+        """`[samples]`: has left its engine; the message is on its way."""
+        self._waits = np.zeros(batch.samples, np.bool_)
+        """`[samples]`: has a slot but no request."""
+        self._order: list[Ints] = []
+        """Samples that wait, in the order of their assignment; entries that no longer wait are skipped."""
+        self._open: dict[int, asyncio.Future[None]] = {}
+        """By request: set when none of its samples is on the engine."""
+        self._requests = self._complete = 0
+        """Number of requests so far, and of complete groups."""
+        per_sample = batch.prompt_tokens[batch.group] + batch.response_tokens
+        self._group_tokens = np.bincount(batch.group, per_sample, batch.groups).astype(np.int64).tolist()
         self._prefixes = batch.tree.long()
         self._counts: tuple[list[int], list[int]] | None = None
 
@@ -61,62 +119,159 @@ class CountedSamples:
 
     @property
     def left(self) -> Ints:
-        return np.flatnonzero(~self.finished)
+        return np.flatnonzero(~self._finished)
+
+    @property
+    def _finished(self) -> Any:
+        return self.progress.table.finished
+
+    @property
+    def ended(self) -> int:
+        return int(np.count_nonzero(self._finished))
+
+    @property
+    def complete(self) -> bool:
+        return self._complete == self.request.batch.groups
 
     @property
     def unassigned(self) -> Ints:
         return self.assignment.unassigned
 
     def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
-        ids, *columns = self._view
         self._counts = None
-        return StepView(fleet, tuple(slots), self.step, ids, *columns, self._prefixes)
+        batch, table = self.request.batch, self.progress.table
+        return StepView(
+            fleet,
+            tuple(slots),
+            self.step,
+            batch.prompt_ids,
+            read_only(batch.prompt_tokens),
+            read_only(batch.group),
+            read_only(table.tokens),
+            read_only(table.finished),
+            read_only(table.truncated),
+            read_only(table.home),
+            self._prefixes,
+        )
 
     def counts(self, slot: int) -> tuple[int, int]:
         if self._counts is None:
-            home, begun = self.slot_of, self.progress_of_step.table.tokens > 0
+            home, begun = self.slot_of, self.progress.table.tokens > 0
             held = home >= 0
-            running = np.bincount(home[held & begun], minlength=self.slots)
-            waiting = np.bincount(home[held & ~begun], minlength=self.slots)
+            running = np.bincount(home[held & begun], minlength=self._slots)
+            waiting = np.bincount(home[held & ~begun], minlength=self._slots)
             self._counts = running.tolist(), waiting.tolist()
         return self._counts[0][slot], self._counts[1][slot]
 
     def give(self, samples: Ints, slot: int) -> None:
         self.assignment.give(samples, slot)
-        waiting = samples[self.request[samples] == NONE]
-        self.waits[waiting] = True
-        if waiting.size:
-            self.order.append(waiting)
+        self._wait(samples[self._request_of[samples] == NONE])
 
     def lose(self, slot: int) -> Ints:
         samples = self.assignment.lose(slot)
-        self.waits[samples] = False
+        self._waits[samples] = False
         return samples
 
-    def take_waiting(self, serving: np.ndarray) -> dict[int, Ints]:
-        """Return the samples that wait at serving slots, in order, by slot; they wait no longer."""
-        if not self.order:
-            return {}
-        order = np.concatenate(self.order)
-        order = order[self.waits[order] & ~self.finished[order]]
-        if order.size > np.count_nonzero(self.waits):  # given twice before it was submitted: the last time counts
+    def _wait(self, samples: Ints) -> None:
+        self._waits[samples] = True
+        if samples.size:
+            self._order.append(samples)
+
+    # -- requests to actors
+
+    def take_waiting(self, serves: Callable[[int], bool]) -> list[tuple[int, Ints]]:
+        if not self._order:
+            return []
+        order = np.concatenate(self._order)
+        order = order[self._waits[order] & ~self._finished[order]]
+        if order.size > np.count_nonzero(self._waits):  # given twice before it was submitted: the last time counts
             _, last = np.unique(order[::-1], return_index=True)
             order = order[np.sort(order.size - 1 - last)]
         slots = self.slot_of[order]
-        ready = serving[slots]
+        ready = np.array([serves(slot) for slot in range(self._slots)])[slots]
         chosen, of = order[ready], slots[ready]
-        self.order = [order[~ready]] if not ready.all() else []
-        self.waits[chosen] = False
-        return {int(slot): chosen[of == slot] for slot in np.unique(of)}
+        self._order = [order[~ready]] if not ready.all() else []
+        self._waits[chosen] = False
+        return [(slot, chosen[of == slot]) for slot in np.unique(of).tolist()]
 
-    def restart(self, samples: Ints) -> None:
+    def submit(self, samples: Ints, request: int, actor: str, version: str) -> CountedRequest:
+        self._request_of[samples] = request
+        self._requests = request + 1
+        ended = self._open[request] = asyncio.get_running_loop().create_future()
+        return CountedRequest(samples, version, ended, lambda aborted: self._aborted(request, aborted))
+
+    def on(self, requests: Collection[int]) -> dict[int, Ints]:
+        return self._by_request(np.isin(self._request_of, [*requests]) & ~self._finished)
+
+    def strays(self, slots: Sequence[int]) -> dict[int, Ints]:
+        on = np.array([*slots, NONE])[self._request_of]
+        left = (self._request_of != NONE) & (self.slot_of != UNASSIGNED) & ~self._finished
+        return self._by_request(left & (on != self.slot_of))
+
+    def _by_request(self, chosen: Any) -> dict[int, Ints]:
+        samples = np.flatnonzero(chosen)
+        of = self._request_of[samples]
+        return {request: samples[of == request] for request in np.unique(of).tolist()}
+
+    def names(self, samples: Ints) -> list[int]:
+        names: list[int] = samples.tolist()
+        return names
+
+    # -- messages of actors
+
+    def take(self, request: int, message: CountedFinished | Progress) -> list[CountedGroup]:
+        if isinstance(message, Progress):
+            return []  # the engines write to the view
+        self._leave(message.aborted[self._request_of[message.aborted] == request])
+        self._complete += message.groups.size
+        prompts, batch = self.request.prompts, self.request.batch
+        return [CountedGroup(prompts[of], of, self._group_tokens[of], batch) for of in message.groups.tolist()]
+
+    def restart_lost(self, request: int) -> Ints:
+        lost = np.flatnonzero((self._request_of == request) & ~self._finished)
+        self._open.pop(request, None)
+        self._leave(lost)
+        return lost
+
+    def _leave(self, samples: Ints) -> None:
         """Let samples that have left their actor wait at their slot."""
-        left = samples[~self.finished[samples]]
-        self.request[samples] = NONE
-        there = left[self.slot_of[left] != UNASSIGNED]
-        self.waits[there] = True
-        if there.size:
-            self.order.append(there)
+        self._request_of[samples], self._back[samples] = NONE, False
+        self._wait(samples[(self.slot_of[samples] != UNASSIGNED) & ~self._finished[samples]])
+
+    def _report(self, groups: Ints) -> None:
+        """Send a message: these groups have become complete."""
+        self._end_requests()
+        self.receive(NONE, CountedFinished(groups))
+
+    def _look(self) -> None:
+        """Send a message: the engines have reached this time."""
+        self.receive(NONE, Progress("", {}))
+
+    def _aborted(self, request: int, samples: Ints) -> None:
+        """Send a message: these samples of a request have left its engine."""
+        self._back[samples[self._request_of[samples] == request]] = True
+        self._end_requests()
+        self.receive(request, CountedFinished(aborted=samples))
+
+    def _end_requests(self) -> None:
+        """End the requests without a sample on their engines. Engines may be ahead of the clock."""
+        ended = self._back | (self._finished & (self.progress.table.finish_s <= unix_s() + ROUNDING_S))
+        left = np.bincount(self._request_of[(self._request_of != NONE) & ~ended], minlength=self._requests)
+        for request in [request for request in self._open if not left[request]]:
+            if not (future := self._open.pop(request)).done():
+                future.set_result(None)
+
+    # -- the end of the stage
+
+    def defer(self) -> int:
+        left, table = self.left, self.progress.table
+        begun = int(np.count_nonzero(table.tokens[left]))
+        self._request_of[:] = NONE
+        table.finished[left] = table.truncated[left] = True
+        table.home[left] = UNASSIGNED
+        return begun
+
+    def learned(self, prompt_ids: Sequence[str]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -140,15 +295,3 @@ class CountedBatch:
     denominators: SimpleNamespace
     batch: Any
     groups: list[int]
-
-
-@dataclass(slots=True, eq=False)
-class CountedRequest:
-    """The samples of one actor."""
-
-    numbers: Ints
-    ended: Any
-    cached_tokens: int = 0
-
-    def usage(self) -> CallUsage:
-        return CallUsage(sequences=len(self.numbers))

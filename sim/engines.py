@@ -25,8 +25,9 @@ REPORT_S = 0.25
 class StepEngines:
     """The engines of the step that is being generated."""
 
-    def __init__(self, actors: Sequence[ActorShape]) -> None:
+    def __init__(self, actors: Sequence[ActorShape], heartbeat_s: float) -> None:
         self._actors = actors
+        self._heartbeat_s = heartbeat_s
         self.progress: StepProgress | None = None
         self._opened: dict[tuple[int, int], SimulatedEngine] = {}
         self._pools: list[EnginePool] = []
@@ -34,14 +35,20 @@ class StepEngines:
         self._told = np.zeros(0, np.bool_)
         self._report: Callable[[Ints], None] = lambda _: None
         self._due: asyncio.TimerHandle | None = None
+        self._look: Callable[[], None] = lambda: None
+        self._next_look: asyncio.TimerHandle | None = None
 
     @property
     def tokens(self) -> int:
         """The number of tokens that the samples of the step have."""
         return 0 if self.progress is None else int(self.progress.table.tokens.sum())
 
-    def begin(self, batch: RolloutBatch, report: Callable[[Ints], None]) -> StepProgress:
-        """Start a step. `report` is called with the groups that have become complete since its last call."""
+    def begin(self, batch: RolloutBatch, report: Callable[[Ints], None], look: Callable[[], None]) -> StepProgress:
+        """Start a step. `report` is called with the groups that have become complete since its last call, and `look`
+        once per heartbeat from the first sample to the last."""
+        if self._next_look is not None:
+            self._next_look.cancel()
+        self._look, self._next_look = look, None
         self.progress = StepProgress(batch, unix_s())
         self._pools = _pools(self._actors, self.progress.at.table)
         self._pool_of = {slot: pool for pool in self._pools for slot in pool.slots.tolist()}
@@ -68,6 +75,14 @@ class StepEngines:
             twice = np.intersect1d(engine.resident, samples)
             assert not twice.size, f"samples {twice} are on slot {other} and are submitted to slot {slot}"
         self.engine(slot, life).submit(samples, at_s)
+        if self._next_look is None:
+            self._next_look = asyncio.get_running_loop().call_later(self._heartbeat_s, self._heartbeat)
+
+    def _heartbeat(self) -> None:
+        assert self.progress is not None
+        if self.progress.unfinished:
+            self._look()
+            self._next_look = asyncio.get_running_loop().call_later(self._heartbeat_s, self._heartbeat)
 
     def run_until(self, at_s: float) -> float:
         """Advance to `at_s`, or to the next report; return the time at which the loop may be next."""

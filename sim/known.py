@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.prices import PriceBook, RentalTerms
@@ -44,6 +45,9 @@ class SetupLedger(Ledger):
     def __init__(self, writer: object, prices: PriceBook, setup: Setup) -> None:
         super().__init__(writer, prices)  # type: ignore[arg-type]
         self._setup = setup
+
+    def keep_up(self, pools: Iterable[ReplicaPool], lag_s: float) -> None:
+        """Do nothing: the rows are kept in memory, and a row per holding is enough."""
 
     def reacquire_s(self, kind: str) -> float:  # noqa: ARG002
         return self._setup.node_s

@@ -29,13 +29,12 @@ from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.billing import MemoryTrace
 from rlhfless.sim.cluster import NO_FAULTS, SimulatedCluster, SimulatedFaults, version_of
-from rlhfless.sim.counted import CountedBatch
+from rlhfless.sim.counted import CountedBatch, CountedRolloutRequest, CountedSamples
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.known import SetupEngines, SetupLedger
 from rlhfless.sim.samples import RolloutBatch, StepProgress
 from rlhfless.sim.setup import Setup
-from rlhfless.sim.stage import SimulatedStage
 from rlhfless.sim.strict import StrictRunner
 from rlhfless.sim.virtual_loop import VirtualLoop, run_virtual, waiting
 from rlhfless.spec import RunSpec
@@ -87,21 +86,6 @@ class LearnedStep:
 OnStep = Callable[[LearnedStep], None]
 
 
-@dataclass(frozen=True, slots=True)
-class CountedRolloutRequest:
-    """See RolloutRequest, of which this is the counting form."""
-
-    call: Call
-    batch: RolloutBatch
-    prompts: tuple[Any, ...]
-    work: Work = Work.GENERATE
-    selection: None = None
-
-    @property
-    def groups(self) -> int:
-        return self.batch.groups
-
-
 @dataclass(kw_only=True)
 class SimulatedRun(RLRun):
     """A run whose samples are counted, and whose batches hold no tokens."""
@@ -117,10 +101,12 @@ class SimulatedRun(RLRun):
         return CountedRolloutRequest(self.call(step), batch, prompts)
 
     def generate(self, request: Any, *, again: bool = False) -> Any:
-        runner = self.scaler.runner_of(request.call.step, request.work)
-        stage = SimulatedStage(self.generation, request, self.spec, runner, self.engines, self.setup.links.move_s)
-        self.generation.watch(stage)
+        stage: Any = super().generate(request, again=again)
+        stage.samples.receive = stage.receive
         return stage
+
+    def samples_of(self, request: Any) -> Any:
+        return CountedSamples(request, self.engines, len(self.generation.allocations))
 
     def scoring_of(self, call: Call) -> Any:
         async def part(pool: ReplicaPool, groups: Sequence[Any]) -> Any:
@@ -240,7 +226,7 @@ async def _simulate(
     call_limit_s: float,
     limit_s: float,
 ) -> Trace:
-    engines = StepEngines(setup.actors)
+    engines = StepEngines(setup.actors, setup.links.heartbeat_s)
     _advance_engines(engines, limit_s)
     spec = spec_of(setup, batches[-1].step, call_limit_s)
     writer = MemoryTrace()

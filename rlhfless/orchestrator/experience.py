@@ -24,7 +24,7 @@ import numpy as np
 from rlhfless.algorithms.base import BY_STALENESS
 from rlhfless.algorithms.batch import in_batch_order
 from rlhfless.orchestrator.group_pipeline import ScoredGroups
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest
+from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Experience, Group, IntArray, Rollout, Sample, Score, VersionSpan, WeightVersion
 from rlhfless.rewards import RewardError

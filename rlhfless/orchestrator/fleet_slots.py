@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.calls import Call
-from rlhfless.orchestrator.in_flight_samples import InFlightSamples
+from rlhfless.orchestrator.stage_samples import AssignedSamples
 from rlhfless.records import Decision, FunctionRole, Invocation
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.assignment import PolicyFault
@@ -102,7 +102,7 @@ class FleetSlots(ABC):
             if self._actors.expects(slot):
                 self._actors.release(slot)
 
-    def slots(self, table: InFlightSamples) -> tuple[SlotView, ...]:
+    def slots(self, table: AssignedSamples) -> tuple[SlotView, ...]:
         """Return the state of each slot, and its number of samples."""
         actors = len(self._actors.allocations)
         return tuple(

@@ -1,121 +1,33 @@
-"""The state of a generation stage: its request, its samples in flight, and its rows of the journal.
+"""The samples of a generation stage in a live run: their tokens, journal rows and complete groups.
 
-A sample has the slot that the policy assigned (`rlhfless.scaling.assignment`), and is *on* a request to the actor that
-generates it. The stage reconciles the two: it submits a sample without a request as soon as an actor serves at its
-slot, and aborts a sample that is on a request to another slot."""
+Finished samples are journaled before they count, and journaled samples are not generated again. Of deferred samples,
+the journal keeps the tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfless.functions.calls import Call
-from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey, Sampling
+from rlhfless.functions.generation.messages import (
+    Ended,
+    GenerateRequest,
+    GenerationEvent,
+    GroupsFinished,
+    Progress,
+    SampleItem,
+    SampleKey,
+)
+from rlhfless.orchestrator.prompt_selection import PromptHistory
+from rlhfless.orchestrator.rollout_request import RolloutRequest, StageJournal
 from rlhfless.prefixes.tree import PrefixTree
-from rlhfless.records import PREFIXES, Decision, FinishReason, Prompt, Rollout, Work, sample_seed
+from rlhfless.records import PREFIXES, Decision, FinishReason, Group, Rollout
 from rlhfless.records.journal import Journal
-from rlhfless.scaling.assignment import Assignment
+from rlhfless.scaling.assignment import Assignment, pieces
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
 from rlhfless.spec import RunSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The group selection of a step that does not wait for all groups, but learns from the first to complete."""
-
-    groups: int
-    must_include: frozenset[str]
-    """Prompts whose groups the step waits for."""
-    begun: Mapping[str, int]
-    """The step that started each prompt, by prompt id. It is part of the seeds of the prompt's samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutRequest:
-    """The samples to generate in one generation stage."""
-
-    call: Call
-    prompts: tuple[Prompt, ...]
-    samples_per_prompt: int
-    sampling: Sampling
-    work: Work
-    seed: int
-    seed_step: int
-    """Part of every seed: the step, or the same number for all evaluations, so that they differ only in the weights."""
-    selection: Selection | None = None
-    """Set if the step does not wait for all groups."""
-
-    @property
-    def groups(self) -> int:
-        """Number of groups that the step learns from."""
-        return self.selection.groups if self.selection else len(self.prompts)
-
-    def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
-        """Return the samples of one prompt. Their seeds do not depend on the actor."""
-        begun = self.selection.begun[prompt.prompt_id] if self.selection else self.seed_step
-        return tuple(
-            SampleItem(
-                prompt.prompt_id,
-                index,
-                prompt.token_ids,
-                sample_seed(self.seed, begun, prompt.prompt_id, index),
-            )
-            for index in range(self.samples_per_prompt)
-        )
-
-
-def sampling_of(spec: RunSpec, *, greedy: bool = False) -> Sampling:
-    """Return the spec's sampling settings, or their greedy variant."""
-    generation = spec.generation
-    return Sampling(
-        max_tokens=generation.max_tokens,
-        temperature=0.0 if greedy else generation.temperature,
-        top_p=1.0 if greedy else generation.top_p,
-        top_k=0 if greedy else generation.top_k,
-        stop=generation.stop,
-        stop_token_ids=generation.stop_token_ids,
-    )
-
-
-class StageJournal:
-    """The journal of one stage; with `None` as journal, all methods do nothing."""
-
-    def __init__(self, journal: Journal | None, request: RolloutRequest) -> None:
-        self._journal = journal
-        self._request = request
-
-    def load(self, items: Sequence[SampleItem]) -> Iterator[Rollout]:
-        """Yield the rollouts of these samples. Rollouts with other seeds are ignored: the data set was edited."""
-        if self._journal is None:
-            return
-        seeds = {item.key: item.seed for item in items}
-        rollouts = self._journal.rollouts(*{self._step_of(item.prompt_id) for item in items})
-        yield from (rollout for rollout in rollouts if seeds.get(rollout.key) == rollout.seed)
-
-    def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Write finished rollouts. Raises JournalError, StaleAttempt."""
-        if self._journal is None:
-            return
-        for step in sorted({self._step_of(rollout.prompt_id) for rollout in rollouts}):
-            self._journal.add(step, [rollout for rollout in rollouts if self._step_of(rollout.prompt_id) == step])
-
-    def keep(self, aborted: Sequence[Rollout]) -> None:
-        """Write the tokens of deferred samples."""
-        if self._request.selection is not None:
-            self.add(aborted)
-
-    def take(self, prompt_ids: Sequence[str]) -> None:
-        """Record that the step learns from the groups of these prompts."""
-        if self._journal is not None and (selection := self._request.selection) is not None:
-            begun = [(selection.begun[prompt_id], prompt_id) for prompt_id in prompt_ids]
-            self._journal.take_groups(self._request.call.step, begun)
-
-    def _step_of(self, prompt_id: str) -> int:
-        """Return the step under which a prompt's rows are stored: the step that started it."""
-        selection = self._request.selection
-        return selection.begun[prompt_id] if selection else self._request.call.step
 
 
 @dataclass(slots=True)
@@ -166,30 +78,59 @@ def _version_at(rollout: Rollout, token: int) -> str | None:
 
 
 class InFlightSamples:
-    """The samples of one step. Samples are identified by numbers, consecutive for the samples of a prompt."""
+    """The samples of one request (implements rlhfless.orchestrator.stage_samples.StageSamples).
 
-    def __init__(self, step: int, items: Sequence[SampleItem], slots: int) -> None:
-        token_ids = {item.prompt_id: item.prompt_token_ids for item in items}
-        prompts = {prompt_id: len(tokens) for prompt_id, tokens in token_ids.items()}
-        rank = {prompt_id: number for number, prompt_id in enumerate(prompts)}
-        self.step = step
-        self.items = list(items)
-        """The item of each sample, with the tokens to continue from."""
+    The numbers of a prompt's samples are consecutive."""
+
+    def __init__(
+        self,
+        request: RolloutRequest,
+        spec: RunSpec,
+        slots: int,
+        journal: Journal | None = None,
+        history: PromptHistory | None = None,
+        *,
+        in_pieces: bool = False,
+    ) -> None:
+        """`slots`: number of slots for generation actors. `history` supplies earlier responses for drafting.
+        `in_pieces`: split the samples of an actor into several requests, so that the first runs while others wait for
+        their prompts.
+
+        Finished samples in the journal are not generated again. Raises JournalError.
+        """
+        self.request = request
+        self.step = request.call.step
+        self.ended = 0
         self.request_of: dict[int, int] = {}
         """The request of each running sample."""
         self.waiting: dict[int, None] = {}
         """Samples with a slot but no request, in order of submission."""
         self.replayed = Replayed()
-        self._numbers = {item.key: number for number, item in enumerate(items)}
+        self._spec, self._in_pieces = spec, in_pieces
+        self._journal, self._history = StageJournal(journal, request), history or PromptHistory(spec)
+        self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
+        self._delivered: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
+        """Finished samples by prompt, without those of complete groups."""
+        self.from_earlier: list[Group] = []
+        self.items = self._from_journal([item for prompt in request.prompts for item in request.items(prompt)])
+        """The item of each sample, with the tokens to continue from."""
+        priors = [item.prior for item in self.items if item.prior is not None]
+        self.resumed = len(priors), sum(len(prior.token_ids) for prior in priors)
+
+        token_ids = {item.prompt_id: item.prompt_token_ids for item in self.items}
+        prompts = {prompt_id: len(tokens) for prompt_id, tokens in token_ids.items()}
+        rank = {prompt_id: number for number, prompt_id in enumerate(prompts)}
+        count = len(self.items)
+        self._numbers = {item.key: number for number, item in enumerate(self.items)}
         self._prompt_ids = tuple(prompts)
         self._prompt_tokens = np.array(list(prompts.values()), np.int64)
         self.prefixes = PrefixTree.of_prompts(list(token_ids.values()))
         self._long_prefixes = self.prefixes.long()
-        self._group = np.array([rank[item.prompt_id] for item in items], np.int64)
-        self._tokens = np.array([0 if item.prior is None else len(item.prior.token_ids) for item in items], np.int64)
-        self._finished = np.zeros(len(items), bool)
-        self._truncated = np.zeros(len(items), bool)
-        self.slot_of: Ints = np.full(len(items), UNASSIGNED, np.int64)
+        self._group = np.array([rank[item.prompt_id] for item in self.items], np.int64)
+        self._tokens = np.array(list(map(self._resumed_tokens, range(count))), np.int64)
+        self._finished = np.zeros(count, bool)
+        self._truncated = np.zeros(count, bool)
+        self.slot_of: Ints = np.full(count, UNASSIGNED, np.int64)
         self.assignment = Assignment(self.slot_of, self._finished, slots)
 
     def prefixes_decision(self, at_s: float) -> Decision | None:
@@ -206,6 +147,11 @@ class InFlightSamples:
         """Token counts of the unfinished samples that have tokens."""
         running = np.flatnonzero((self._tokens > 0) & ~self._finished)
         return {self.items[number].key: int(self._tokens[number]) for number in running.tolist()}
+
+    @property
+    def complete(self) -> bool:
+        """See StageSamples."""
+        return not self._delivered
 
     @property
     def left(self) -> Ints:
@@ -239,7 +185,106 @@ class InFlightSamples:
         drawing = int(np.count_nonzero(unfinished & (self._tokens > 0)))
         return drawing, int(np.count_nonzero(unfinished)) - drawing
 
+    # -- requests to the actors
+
+    def take_waiting(self, serves: Callable[[int], bool]) -> list[tuple[int, Ints]]:
+        """See StageSamples."""
+        waiting: dict[int, list[int]] = {}
+        for number in self.waiting:
+            waiting.setdefault(int(self.slot_of[number]), []).append(number)
+        ready = {slot: numbers for slot, numbers in waiting.items() if serves(slot)}
+        for number in (number for numbers in ready.values() for number in numbers):
+            del self.waiting[number]
+        return [(slot, np.array(part)) for slot, numbers in ready.items() for part in self._parts(numbers)]
+
+    def _parts(self, numbers: Sequence[int]) -> Sequence[Sequence[int]]:
+        if not self._in_pieces:
+            return [numbers]
+        prompts = [self.items[number].prompt_token_ids for number in numbers]
+        parts = pieces(prompts, list(map(len, prompts)), self._spec.generation.engine.batch_tokens)
+        return [[numbers[index] for index in part] for part in parts]
+
+    def submit(self, samples: Ints, request: int, actor: str, version: str) -> GenerateRequest:
+        """See StageSamples."""
+        spec, items = self._spec, tuple(self.items[number] for number in samples)
+        self.request_of.update(dict.fromkeys(samples.tolist(), request))
+        return GenerateRequest(
+            items=items,
+            sampling=self.request.sampling,
+            version=version,
+            actor=actor,
+            progress_interval_s=spec.generation.progress_interval_s,
+            heartbeat_s=spec.recovery.heartbeat_s,
+            timeout_s=spec.timeouts.generate_s,
+            or_newer=spec.schedule.in_flight,
+            earlier=self._history.responses({item.prompt_id for item in items}),
+        )
+
+    def on(self, requests: Collection[int]) -> dict[int, Ints]:
+        """See StageSamples."""
+        return self._by_request(number for number, request in self.request_of.items() if request in requests)
+
+    def strays(self, slots: Sequence[int]) -> dict[int, Ints]:
+        """See StageSamples."""
+        return self._by_request(
+            number
+            for number, request in self.request_of.items()
+            if self.slot_of[number] not in (UNASSIGNED, slots[request])
+        )
+
+    def _by_request(self, numbers: Iterable[int]) -> dict[int, Ints]:
+        found: dict[int, list[int]] = {}
+        for number in numbers:
+            found.setdefault(self.request_of[number], []).append(number)
+        return {request: np.array(numbers) for request, numbers in found.items()}
+
+    def names(self, samples: Ints) -> list[SampleKey]:
+        """See StageSamples."""
+        return [self.items[number].key for number in samples]
+
     # -- messages of the actors
+
+    def take(self, request: int, message: GenerationEvent) -> list[Group]:
+        """See StageSamples. Raises JournalError, StaleAttempt."""
+        match message:
+            case Progress(tokens=tokens, ended=ended):
+                self.apply_heartbeat(request, tokens, ended)
+            case GroupsFinished(groups=groups):
+                for rollouts in groups:
+                    self._take(request, rollouts)
+                return [group for rollouts in groups for group in self._completed(rollouts[0].prompt_id)]
+        return []
+
+    def _take(self, request: int, rollouts: Sequence[Rollout]) -> None:
+        """Journal finished samples, and let aborted ones wait for another actor."""
+        current = [rollout for rollout in rollouts if self.is_on(request, rollout.key)]
+        ended = [rollout for rollout in current if rollout.finish_reason != FinishReason.ABORT]
+        self.ended += len(ended)
+        self._journal.add(ended)
+        self._history.ended(ended)
+        for rollout in current:
+            self.take_back(rollout)
+        for rollout in ended:
+            self._delivered[rollout.prompt_id].append(rollout)
+
+    def _completed(self, prompt_id: str) -> Iterable[Group]:
+        """Yield the prompt's group, once, if all its samples are there."""
+        if len(self._delivered.get(prompt_id, ())) == self.request.samples_per_prompt:
+            rollouts = sorted(self._delivered.pop(prompt_id), key=lambda rollout: rollout.sample_index)
+            yield Group.of(self._prompts[prompt_id], rollouts)
+
+    def _from_journal(self, items: Sequence[SampleItem]) -> list[SampleItem]:
+        """Take the samples that the journal has, in the order of completion; return the items of the others."""
+        missing = {item.key: item for item in items}
+        for rollout in self._journal.load(items):
+            if rollout.finish_reason == FinishReason.ABORT:
+                missing[rollout.key] = replace(missing[rollout.key], prior=rollout)
+            else:
+                self._delivered[rollout.prompt_id].append(rollout)
+                self._history.ended([rollout])
+                del missing[rollout.key]
+                self.from_earlier += self._completed(rollout.prompt_id)
+        return [*missing.values()]
 
     def apply_heartbeat(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
         """Apply a heartbeat of a request. Heartbeats may be late, so they never lower a count."""
@@ -277,13 +322,19 @@ class InFlightSamples:
             self._restart(number)
         return lost
 
-    def defer_unfinished(self) -> list[Rollout]:
-        """Defer unfinished samples to a later step, and return their tokens. The policy sees them end truncated."""
+    def defer(self) -> int:
+        """See StageSamples. Raises JournalError, StaleAttempt."""
         left = self.left.tolist()
         self.request_of.clear()
         for number in left:
             self._end(number, int(self._tokens[number]), truncated=True)
-        return [prior for number in left if (prior := self.items[number].prior) is not None]
+        begun = [prior for number in left if (prior := self.items[number].prior) is not None]
+        self._journal.keep(begun)
+        return len(begun)
+
+    def learned(self, prompt_ids: Sequence[str]) -> None:
+        """See StageSamples. Raises JournalError, StaleAttempt."""
+        self._journal.take(prompt_ids)
 
     # -- actions of the policy
 
@@ -309,7 +360,11 @@ class InFlightSamples:
         self.waiting.pop(number, None)
 
     def _restart(self, number: int) -> None:
-        prior = self.items[number].prior
-        self._tokens[number] = 0 if prior is None else len(prior.token_ids)
+        self._tokens[number] = self._resumed_tokens(number)
         if self.slot_of[number] != UNASSIGNED:
             self.waiting[number] = None
+
+    def _resumed_tokens(self, number: int) -> int:
+        """Return the number of tokens that a sample continues from."""
+        prior = self.items[number].prior
+        return 0 if prior is None else len(prior.token_ids)

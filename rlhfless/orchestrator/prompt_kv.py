@@ -19,7 +19,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.calls import Call
 from rlhfless.functions.generation.messages import KvTransfer, PrecomputeRequest, SampleItem
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest
+from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS, to_precompute
 from rlhfless.records import Work

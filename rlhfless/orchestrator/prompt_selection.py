@@ -42,7 +42,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhfless.orchestrator.experience import differ, usable
-from rlhfless.orchestrator.in_flight_samples import Selection
+from rlhfless.orchestrator.rollout_request import Selection
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import IntArray, Prompt, Rollout
 from rlhfless.records.journal import BegunGroup, Journal

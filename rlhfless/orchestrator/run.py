@@ -17,10 +17,12 @@ from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.experience import added_up, readable
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.group_pipeline import ComputeOutput, ScoredGroups, ScoreGroups
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.ledger import StepAttempt
 from rlhfless.orchestrator.prompt_selection import PromptHistory, select
+from rlhfless.orchestrator.rollout_request import RolloutRequest, sampling_of
 from rlhfless.orchestrator.scaler import Scaler
+from rlhfless.orchestrator.stage_samples import StageSamples
 from rlhfless.orchestrator.weight_sync import ActorWeights, VersionGate
 from rlhfless.records import (
     Experience,
@@ -196,17 +198,26 @@ class RLRun(BaseRun):
         """
         stage = GenerationStage(
             self.generation,
-            request,
+            self.samples_of(request),
             self.spec,
             self.scaler.even_split() if again else self.scaler.runner_of(request.call.step, request.work),
-            self.journal if request.work is Work.GENERATE else None,
             at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
             no_weights=self._no_weights,
             prefill=self.scaler.prefill,
-            history=self.history,
         )
         self.generation.watch(stage)
         return stage
+
+    def samples_of(self, request: RolloutRequest) -> StageSamples:
+        """Create the samples of a stage. Raises JournalError."""
+        return InFlightSamples(
+            request,
+            self.spec,
+            len(self.generation.allocations),
+            self.journal if request.work is Work.GENERATE else None,
+            self.history,
+            in_pieces=self.scaler.prefill is not None,
+        )
 
     def _no_weights(self) -> str:
         """Return why actors cannot load the newest weights; empty if they can."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.orchestrator.fleet_slots import FleetFigures, FleetSlots
-from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.prompt_kv import PrefillActors
+from rlhfless.orchestrator.stage_samples import AssignedSamples
 from rlhfless.records import Decision, ReplicaState, StepRecord, Work
 from rlhfless.scaling.latency.fitted import EngineSpeeds
 from rlhfless.scaling.policies.contract import CheapestUnderDeadline, RunContract, contract_for_step
@@ -52,7 +52,7 @@ UP = (ReplicaState.STALE, ReplicaState.SERVING)
 class _Step:
     """A step in progress: the policy's view of it, and its metrics."""
 
-    table: InFlightSamples
+    table: AssignedSamples
     view: FleetView
     """The fleet at the start of the step."""
     figures: dict[str, float] = field(default_factory=lambda: {"moved_samples": 0.0})
@@ -82,7 +82,7 @@ class PolicyRunner:
             return {}
         return {**asked.figures, **asked.table.replayed.figures(), "policy_faults": float(self._faults)}
 
-    def begin(self, table: InFlightSamples) -> None:
+    def begin(self, table: AssignedSamples) -> None:
         """Start a step, and ask the policy for its plan. Raises as `ask`."""
         self._steps = {number: known for number, known in self._steps.items() if not known.ended}
         step = self._steps[table.step] = _Step(table, self._fleet.view())

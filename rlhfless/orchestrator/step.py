@@ -28,7 +28,7 @@ from rlhfless.orchestrator.experience import (
 )
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.group_pipeline import ComputeOutput, collect, with_outputs
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest
+from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.orchestrator.step_metrics import evaluation_metrics, rollout_metrics, step_metrics
 from rlhfless.records import Experience, FinishReason, PublishedWeights, StepRecord
@@ -131,7 +131,7 @@ async def generate_scored(
         request = stage.request
         return await collect(stage.groups(), request.groups, run.scoring_of(request.call), outputs)
 
-    if not any(stage.load_from_journal() for stage in stages):
+    if all(stage.has_all for stage in stages):
         synced.set()
         return await gather_or_cancel(*map(collected, stages.keys(), stages.values()))
     call = next(iter(stages)).request.call

@@ -87,7 +87,7 @@ def resumed_metrics(stage: GenerationStage) -> dict[str, float]:
     selection = stage.request.selection
     if selection is None:
         return {}
-    samples, tokens = stage.resumed
+    samples, tokens = stage.samples.resumed
     left = len(stage.request.prompts) - selection.groups
     return {"deferred_groups": float(left), "resumed_samples": float(samples), "resumed_tokens": float(tokens)}
 

@@ -21,8 +21,8 @@ from rlhfless.functions.calls import Call, StaleCall
 from rlhfless.functions.generation.deployment import WrongVersion
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem
 from rlhfless.functions.loopback import is_loopback
-from rlhfless.orchestrator.in_flight_samples import sampling_of
 from rlhfless.orchestrator.launch import TOKEN_FILE
+from rlhfless.orchestrator.rollout_request import sampling_of
 from rlhfless.orchestrator.step import evaluate_held_out
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.records.traces import Trace, read_trace
@@ -138,7 +138,7 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(
 
     step = asyncio.create_task(train_step(run, 4))
     async with asyncio.timeout(60):
-        while not ((context := run.under_way.get(4)) and context.stage and context.stage.progress):
+        while not ((context := run.under_way.get(4)) and context.stage and context.stage.samples.progress):
             await asyncio.sleep(0.02)
     await run.generation.remove(first)
     await step

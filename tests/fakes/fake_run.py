@@ -16,11 +16,13 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.calls import Call, ReplicaInfo
 from rlhfless.orchestrator.engine_starts import EngineStarts
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.live_fleet import LiveFleet
 from rlhfless.orchestrator.prompt_selection import PromptHistory
+from rlhfless.orchestrator.rollout_request import RolloutRequest, sampling_of
 from rlhfless.orchestrator.run import RLRun
+from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.orchestrator.step import rollout
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import (
@@ -200,6 +202,21 @@ def draw(names: Sequence[str], samples: int = 2) -> RolloutRequest:
         seed=11,
         seed_step=3,
     )
+
+
+def stage_of(
+    pool: Any,
+    request: RolloutRequest,
+    journal: Journal | None = None,
+    *,
+    spec: RunSpec = SPEC,
+    history: PromptHistory | None = None,
+    policy: PolicyRunner | None = None,
+    **options: Any,
+) -> GenerationStage:
+    """Return the generation stage of a request on a fake pool; `policy` assigns its samples, or an even split."""
+    samples = InFlightSamples(request, spec, len(pool.allocations), journal, history)
+    return GenerationStage(pool, samples, spec, policy or runner(pool), **options)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -28,7 +28,7 @@ async def generating(run: RLRun, step: int) -> None:
 
     def draws() -> bool:
         context = run.under_way.get(step)
-        return context is not None and context.stage is not None and bool(context.stage.progress)
+        return context is not None and context.stage is not None and bool(context.stage.samples.progress)
 
     await until(draws)
 

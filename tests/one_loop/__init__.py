@@ -1,11 +1,10 @@
 """The orchestrator's own loop in virtual time, over a simulated cluster (issue 50, "One loop, two clocks").
 
 The simulator has a loop of its own, `sim/simulation.py`. Here the live one, of `rlhfless.orchestrator` and
-`rlhfless.fleet`, runs on `rlhfless.sim.virtual_loop` instead: schedules, `step.rollout`, the group pipeline, weight
-sync, pools, replicas, turns, the scaler, the live fleet and the ledger are those of a run. Simulated are, in
-`rlhfless.sim`, the cluster (`cluster`, `devices`), the engines (`engines`, in closed form), the samples (`counted`, in
-arrays) and what handles single samples: the generation stage (`stage`), and the batch of a step (`run`).
-`rlhfless.sim.run.simulate` runs it.
+`rlhfless.fleet`, runs on `rlhfless.sim.virtual_loop` instead: schedules, `step.rollout`, the generation stage, group
+pipeline, weight sync, pools, replicas, turns, the scaler, the live fleet and the ledger are those of a run. Simulated
+are, in `rlhfless.sim`, the cluster (`cluster`, `devices`), the engines (`engines`, in closed form), the samples of a
+stage (`counted`, in arrays) and the batch of a step (`run`). `rlhfless.sim.run.simulate` runs it.
 
 It finds faults of the live loop in milliseconds: `test_seeded_faults.py` kills actors and delays calls, and
 `test_same_steps.py` compares the times with the simulator's. It is to replace the simulator's loop; NEXT.md says in

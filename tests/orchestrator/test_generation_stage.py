@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fakes.fake_cluster import FakeFleet, FakePool, runner
-from fakes.fake_run import SPEC, Reader, draw, until
+from fakes.fake_cluster import FakeFleet, FakePool
+from fakes.fake_run import SPEC, Reader, draw, stage_of, until
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import ReplicaState, sample_seed
 from rlhfless.scaling.policy import UNASSIGNED, Action, Assign, Event, Lost, Start, StepBegan, StepView
@@ -18,7 +17,7 @@ from rlhfless.scaling.policy import UNASSIGNED, Action, Assign, Event, Lost, Sta
 
 async def test_siblings_go_to_one_actor_with_the_seeds_of_their_names() -> None:
     pool = FakePool("a", "b")
-    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC, runner(pool)))
+    reader = Reader(stage_of(pool, draw("pqr")))
     await until(lambda: bool(pool["a"].requests and pool["b"].requests))
     assert {key[0] for key in pool["a"].running} == {"p", "r"}
     assert set(pool["b"].running) == {("q", 0), ("q", 1)}
@@ -34,7 +33,7 @@ async def test_siblings_go_to_one_actor_with_the_seeds_of_their_names() -> None:
 async def test_who_still_loads_its_weights_gets_its_share_as_soon_as_it_serves() -> None:
     pool = FakePool("a", "b")
     pool["a"].state = pool["b"].state = ReplicaState.STALE
-    stage = GenerationStage(pool, draw("pq"), SPEC, runner(pool))
+    stage = stage_of(pool, draw("pq"))
     reader = Reader(stage)
     pool["b"].state = ReplicaState.SERVING
     await until(lambda: bool(pool["b"].requests))
@@ -50,7 +49,7 @@ async def test_who_still_loads_its_weights_gets_its_share_as_soon_as_it_serves()
 
 async def test_a_drained_actors_samples_go_on_elsewhere_with_their_tokens() -> None:
     pool = FakePool("a", "b")
-    stage = GenerationStage(pool, draw("pq"), SPEC, runner(pool))
+    stage = stage_of(pool, draw("pq"))
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].running and pool["b"].running))
     await stage.drain(pool["a"])
@@ -67,7 +66,7 @@ async def test_a_drained_actors_samples_go_on_elsewhere_with_their_tokens() -> N
 
 async def test_the_driver_hears_once_that_the_engines_are_at_work() -> None:
     pool, heard = FakePool("a"), []
-    stage = GenerationStage(pool, draw("pq"), SPEC, runner(pool), at_work=lambda: heard.append("at work"))
+    stage = stage_of(pool, draw("pq"), at_work=lambda: heard.append("at work"))
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].running))
     assert heard == []
@@ -80,7 +79,7 @@ async def test_the_driver_hears_once_that_the_engines_are_at_work() -> None:
 
 async def test_a_joining_actor_takes_half_of_the_difference() -> None:
     pool = FakePool("a")
-    stage = GenerationStage(pool, draw("pqrs"), SPEC, runner(pool))
+    stage = stage_of(pool, draw("pqrs"))
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 8)
     joined = pool.join("b")
@@ -95,7 +94,7 @@ async def test_a_joining_actor_takes_half_of_the_difference() -> None:
 
 async def test_a_group_split_by_a_move_comes_out_whole() -> None:
     pool = FakePool("a")
-    stage = GenerationStage(pool, draw("p", samples=4), SPEC, runner(pool))
+    stage = stage_of(pool, draw("p", samples=4))
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 4)
     joined = pool.join("b")
@@ -110,7 +109,7 @@ async def test_a_group_split_by_a_move_comes_out_whole() -> None:
 
 async def test_a_dead_actors_samples_are_drawn_again_by_others() -> None:
     pool = FakePool("a", "b")
-    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC, runner(pool)))
+    reader = Reader(stage_of(pool, draw("pqr")))
     await until(lambda: len(pool["a"].running) == 4 and bool(pool["b"].running))
     pool["a"].finish("p")
     await until(lambda: reader.names == ["p"])
@@ -124,7 +123,7 @@ async def test_a_dead_actors_samples_are_drawn_again_by_others() -> None:
 
 async def test_without_any_actor_left_the_stage_says_so(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool("a")
-    reader = Reader(GenerationStage(pool, draw("p"), SPEC, runner(pool)))
+    reader = Reader(stage_of(pool, draw("p")))
     await until(lambda: bool(pool["a"].running))
     pool["a"].die()
     with pytest.raises(ReplicaLost, match="no generation actor is left for 2 unfinished samples"):
@@ -134,7 +133,7 @@ async def test_without_any_actor_left_the_stage_says_so(caplog: pytest.LogCaptur
 
 async def test_an_error_of_an_actor_ends_the_stage() -> None:
     pool = FakePool("a")
-    reader = Reader(GenerationStage(pool, draw("p"), SPEC, runner(pool)))
+    reader = Reader(stage_of(pool, draw("p")))
     await until(lambda: bool(pool["a"].running))
     pool["a"].fail(ValueError("bad sample"))
     with pytest.raises(ValueError, match="bad sample"):
@@ -144,7 +143,7 @@ async def test_an_error_of_an_actor_ends_the_stage() -> None:
 async def test_a_step_that_kills_every_actor_does_not_go_on_for_ever() -> None:
     spec = SPEC.model_copy(update={"recovery": SPEC.recovery.model_copy(update={"per_step": 0})})
     pool = FakePool("a", "b", allocations=2)
-    stage = GenerationStage(pool, draw("p"), spec, runner(pool))
+    stage = stage_of(pool, draw("p"), spec=spec)
     reader = Reader(stage)
     for coming in "cde":
         await until(lambda: any(actor.running for actor in pool.actors.values() if actor.state.holds_device))
@@ -169,7 +168,7 @@ async def test_a_slot_where_no_replica_ever_comes_up_does_not_go_on_for_ever() -
     spec = SPEC.model_copy(update={"recovery": SPEC.recovery.model_copy(update={"per_step": 2})})
     pool = FakePool(allocations=1)
     fleet = FakeFleet(pool)
-    stage = GenerationStage(pool, draw("p"), spec, PolicyRunner(Stubborn(), fleet, lambda _: None))
+    stage = stage_of(pool, draw("p"), spec=spec, policy=PolicyRunner(Stubborn(), fleet, lambda _: None))
     reader = Reader(stage)
     for count in range(1, 5):
         await until(lambda count=count: len(fleet.started) == count)
@@ -183,7 +182,7 @@ async def test_a_slot_where_no_replica_ever_comes_up_does_not_go_on_for_ever() -
 async def test_without_actors_and_weights_the_stage_ends_at_once() -> None:
     pool = FakePool("a", "b")
     gone = ["the learner was lost"]
-    reader = Reader(GenerationStage(pool, draw("pq"), SPEC, runner(pool), no_weights=lambda: gone[0]))
+    reader = Reader(stage_of(pool, draw("pq"), no_weights=lambda: gone[0]))
     await until(lambda: bool(pool["a"].running and pool["b"].running))
     pool["a"].die()
     await until(lambda: ("p", 0) in pool["b"].running)  # an actor that has the weights continues
@@ -195,7 +194,7 @@ async def test_without_actors_and_weights_the_stage_ends_at_once() -> None:
 async def test_what_is_lost_waits_for_who_is_on_the_way(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool("a", "b")
     pool["b"].state = ReplicaState.STALE  # its weights are being loaded
-    stage = GenerationStage(pool, draw("p"), SPEC, runner(pool))
+    stage = stage_of(pool, draw("p"))
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 2)
     pool["a"].die()

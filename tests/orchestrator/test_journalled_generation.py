@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fakes.fake_cluster import FakePool, rollout, runner
-from fakes.fake_run import SPEC, Reader, draw, until
+from fakes.fake_cluster import FakePool, rollout
+from fakes.fake_run import Reader, draw, stage_of, until
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.records.journal import Journal
 
 
@@ -24,7 +23,7 @@ async def test_only_what_is_missing_is_drawn(journal: Journal) -> None:
     items = [item for prompt in draw("pq").prompts for item in draw("pq").items(prompt)]
     journal.add(3, [rollout(item, "before", 4) for item in items[:3]])  # both samples of p, one of q
     pool = FakePool("a")
-    reader = Reader(GenerationStage(pool, draw("pq"), SPEC, runner(pool), journal))
+    reader = Reader(stage_of(pool, draw("pq"), journal))
     await until(lambda: bool(pool["a"].running))
     assert reader.names == ["p"]
     assert list(pool["a"].running) == [("q", 1)]
@@ -37,7 +36,7 @@ async def test_only_what_is_missing_is_drawn(journal: Journal) -> None:
 async def test_a_step_that_is_all_there_needs_no_actor(journal: Journal) -> None:
     whole = draw("pq")
     journal.add(3, [rollout(item, "before", 4) for prompt in whole.prompts for item in whole.items(prompt)])
-    reader = Reader(GenerationStage(FakePool(), whole, SPEC, runner(FakePool()), journal))
+    reader = Reader(stage_of(FakePool(), whole, journal))
     await reader.task
     assert reader.names == ["p", "q"]
 
@@ -47,7 +46,7 @@ async def test_groups_come_in_the_order_in_which_they_became_complete(journal: J
     p, q = ([rollout(item, "before", 4) for item in whole.items(prompt)] for prompt in whole.prompts)
     for samples in (p[1:], q, p[:1]):
         journal.add(3, samples)
-    reader = Reader(GenerationStage(FakePool(), whole, SPEC, runner(FakePool()), journal))
+    reader = Reader(stage_of(FakePool(), whole, journal))
     await reader.task
     assert reader.names == ["q", "p"]
 
@@ -57,13 +56,13 @@ async def test_a_sample_with_another_seed_is_another_sample(journal: Journal) ->
     items = [item for prompt in other.prompts for item in other.items(prompt)]
     journal.add(3, [rollout(type(item)(*item.key, item.prompt_token_ids, seed=1), "before", 4) for item in items])
     pool = FakePool("a")
-    Reader(GenerationStage(pool, other, SPEC, runner(pool), journal))
+    Reader(stage_of(pool, other, journal))
     await until(lambda: len(pool["a"].running) == 2)
 
 
 async def test_a_sample_that_moves_is_journalled_once_when_it_has_ended(journal: Journal) -> None:
     pool = FakePool("a", "b")
-    stage = GenerationStage(pool, draw("p"), SPEC, runner(pool), journal)
+    stage = stage_of(pool, draw("p"), journal)
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].running))
     await stage.drain(pool["a"])  # type: ignore[arg-type]
@@ -79,4 +78,4 @@ async def test_a_sample_that_moves_is_journalled_once_when_it_has_ended(journal:
 
 async def test_without_an_actor_nothing_is_waited_for(journal: Journal) -> None:
     with pytest.raises(ReplicaLost, match="no generation actor is left for 4 unfinished samples"):
-        await Reader(GenerationStage(FakePool(), draw("pq"), SPEC, runner(FakePool()), journal)).task
+        await Reader(stage_of(FakePool(), draw("pq"), journal)).task

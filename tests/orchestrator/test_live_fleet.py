@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fakes.fake_run import Fleet, until
+from fakes.fake_run import SPEC, Fleet, draw, until
 from rlhfless.functions.calls import ReplicaInfo
-from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.orchestrator.engine_starts import EngineStarts
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
@@ -26,8 +25,7 @@ from rlhfless.spec import RunSpec
 
 
 def table() -> InFlightSamples:
-    items = [SampleItem(name, index, (1, 2, 3), seed=0) for name in "pq" for index in range(2)]
-    return InFlightSamples(3, items, slots=2)
+    return InFlightSamples(draw("pq"), SPEC, slots=2)
 
 
 def starting(name: str, function: FunctionName, end_s: float) -> Holding:

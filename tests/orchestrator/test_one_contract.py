@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.fake_run import SPEC, draw
 from fakes.tiny_scenario import actor, setup_of
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.functions.generation.messages import Ended, SampleItem
+from rlhfless.functions.generation.messages import Ended
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import FunctionName, FunctionRole, ReplicaState
@@ -104,8 +105,8 @@ class Live:
 
     def __init__(self) -> None:
         self.policy, self.fleet, self.faults = Told(), Slots(), list[Exception]()
-        items = [SampleItem(f"p{group}", index, (1,), seed=0) for group in range(GROUPS) for index in range(SIBLINGS)]
-        self.table = InFlightSamples(1, items, PLACES)
+        request = draw([f"p{group}" for group in range(GROUPS)], SIBLINGS)
+        self.table = InFlightSamples(request, SPEC, PLACES)
         self.runner = PolicyRunner(self.policy, self.fleet, lambda _: None)
         self.runner._count_fault = lambda event, fault: self.faults.append(fault)  # type: ignore[method-assign]
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fakes.fake_cluster import FakePool, runner
-from fakes.fake_run import SPEC, draw, until
+from fakes.fake_cluster import FakePool
+from fakes.fake_run import draw, stage_of, until
 from rlhfless.functions.scoring.deployment import score_groups
 from rlhfless.orchestrator.experience import added_up, without_failures
-from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.group_pipeline import collect
 from rlhfless.orchestrator.ledger import NOTHING, Ledger
 from rlhfless.records import Experience, Group, Score
@@ -49,7 +48,7 @@ class Attempt:
         self.ledger = Ledger(TraceWriter(folder / "trace", meta, record_tokens=True), prices, earlier)
 
     async def step(self) -> Experience:
-        stage = GenerationStage(self.pool, draw("pq"), SPEC, runner(self.pool), self.journal)  # type: ignore[arg-type]
+        stage = stage_of(self.pool, draw("pq"), self.journal)  # type: ignore[arg-type]
 
         async def score(groups: list[Group]) -> list[list[Score]]:
             return [list(each) for each in added_up(groups, [await score_groups(self._rewards, groups)], self.scoring)]

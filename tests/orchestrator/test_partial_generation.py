@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from fakes.builders import drawn
-from fakes.fake_cluster import FakePool, rollout, runner
-from fakes.fake_run import SPEC, Reader, Scene, draw, until, weights_of
+from fakes.fake_cluster import FakePool, rollout
+from fakes.fake_run import SPEC, Reader, Scene, draw, stage_of, until, weights_of
 from fakes.set_clock import TickingClock, reading
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
-from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.in_flight_samples import Replayed, RolloutRequest, Selection
+from rlhfless.orchestrator.in_flight_samples import Replayed
+from rlhfless.orchestrator.rollout_request import RolloutRequest, Selection
 from rlhfless.orchestrator.step import rollout as roll_out
 from rlhfless.orchestrator.step import train
 from rlhfless.records import FinishReason, Rollout, VersionSpan
@@ -32,10 +32,6 @@ def journal(tmp_path: Path) -> Journal:
 def request_of(begun: Mapping[str, int], groups: int, must_include: str = "") -> RolloutRequest:
     """Return a request of step 3."""
     return replace(draw("".join(begun)), selection=Selection(groups, frozenset(must_include), begun))
-
-
-def stage_of(pool: FakePool, request: RolloutRequest, journal: Journal) -> GenerationStage:
-    return GenerationStage(pool, request, SPEC, runner(pool), journal)
 
 
 def kept(journal: Journal, step: int) -> list[tuple[str, int, str, int]]:
@@ -63,7 +59,7 @@ async def test_unfinished_samples_keep_their_tokens_and_go_on_in_a_later_step(jo
     items = [*pool["a"].running.values(), *pool["b"].running.values()]
     assert [0 if item.prior is None else len(item.prior.token_ids) for item in items] == [5, 5]
     assert {item.seed for item in items} == {item.seed for item in request_of({"r": 3}, 1).items(later.prompts[0])}
-    assert stage.resumed == (2, 10)
+    assert stage.samples.resumed == (2, 10)
     for actor in (pool["a"], pool["b"]):
         actor.finish(tokens=8)
     await reader.task
@@ -114,7 +110,7 @@ async def test_an_actor_that_keeps_samples_after_an_abort_is_named(journal: Jour
     pool = FakePool("a")
     spec = SPEC.model_copy(update={"timeouts": SPEC.timeouts.model_copy(update={"drain_s": 5.0})})
     request = request_of({"p": 3, "q": 3}, 1)
-    stage = GenerationStage(pool, request, spec, runner(pool), journal)
+    stage = stage_of(pool, request, journal, spec=spec)
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 4)
 

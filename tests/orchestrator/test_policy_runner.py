@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from fakes.fake_cluster import FakeFleet, FakePool
-from fakes.fake_run import SPEC, Reader, draw, until
+from fakes.fake_run import Reader, draw, stage_of, until
 from rlhfless.functions.generation.messages import Ended
-from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.scaling.policy import (
@@ -68,7 +67,7 @@ class Scene:
         self.fleet = FakeFleet(pool)
         self.notes: list[Decision] = []
         self.runner = PolicyRunner(policy, self.fleet, self.notes.append)
-        self.stage = GenerationStage(pool, draw(names, samples), SPEC, self.runner)
+        self.stage = stage_of(pool, draw(names, samples), policy=self.runner)
         self.reader = Reader(self.stage)
 
     async def ended(self, *actors: str) -> None:
@@ -145,7 +144,7 @@ async def test_a_beat_shows_tokens_and_lengths_and_is_asked_once_an_interval(clo
     clock.now_s = 0.6
     scene.pool["a"].heartbeat({("p", 0): 12}, {("p", 1): Ended(30, truncated=True)})
     scene.pool["b"].heartbeat({("q", 0): 7, ("q", 1): 8})
-    await until(lambda: scene.stage.progress == {("p", 0): 12, ("q", 0): 7, ("q", 1): 8})
+    await until(lambda: scene.stage.samples.progress == {("p", 0): 12, ("q", 0): 7, ("q", 1): 8})
     assert policy.kinds == [StepBegan, Heartbeat]
     tokens, finished, truncated, home = policy.views[1]
     assert tokens.tolist() == [12, 30, 0, 0]

@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 
-from fakes.fake_cluster import FakePool, runner
-from fakes.fake_run import SPEC, Reader, draw, until
-from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest
+from fakes.fake_cluster import FakePool
+from fakes.fake_run import Reader, draw, stage_of, until
+from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.records import ReplicaState, Work
 
 PREFIX = tuple(range(1024))
@@ -28,7 +27,7 @@ async def test_before_the_samples_and_once(slow: bool) -> None:
     pool = FakePool("a", "b")
     for actor in pool.actors.values():
         actor.slow = slow
-    reader = Reader(GenerationStage(pool, behind_a_prefix("pqrs"), SPEC, runner(pool)))
+    reader = Reader(stage_of(pool, behind_a_prefix("pqrs")))
     await until(lambda: bool(pool["a"].requests and pool["b"].requests))
     for actor in pool.actors.values():
         ((asked, requests_before),) = actor.precomputed
@@ -41,7 +40,7 @@ async def test_before_the_samples_and_once(slow: bool) -> None:
 
 async def test_an_actor_that_takes_samples_over_gets_them_first() -> None:
     pool = FakePool("a", "b")
-    reader = Reader(GenerationStage(pool, behind_a_prefix("pqrs"), SPEC, runner(pool)))
+    reader = Reader(stage_of(pool, behind_a_prefix("pqrs")))
     await until(lambda: bool(pool["a"].requests and pool["b"].requests))
     pool["a"].die()
     await until(lambda: len(pool["b"].requests) == 2)
@@ -53,7 +52,7 @@ async def test_an_actor_that_takes_samples_over_gets_them_first() -> None:
 async def test_an_actor_that_joins_gets_them_first() -> None:
     pool = FakePool("a", "b")
     pool["b"].state = ReplicaState.STALE
-    stage = GenerationStage(pool, behind_a_prefix("pqrs"), SPEC, runner(pool))
+    stage = stage_of(pool, behind_a_prefix("pqrs"))
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].requests))
     pool["b"].state = ReplicaState.SERVING
@@ -70,7 +69,7 @@ async def test_an_actor_that_joins_gets_them_first() -> None:
 )
 async def test_nothing_is_precomputed(request_: RolloutRequest) -> None:
     pool = FakePool("a")
-    reader = Reader(GenerationStage(pool, request_, SPEC, runner(pool)))
+    reader = Reader(stage_of(pool, request_))
     await until(lambda: bool(pool["a"].requests))
     assert pool["a"].precomputed == []
     pool["a"].finish()

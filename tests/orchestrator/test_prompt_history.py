@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.builders import drawn, traced
-from fakes.fake_cluster import FakePool, rollout, runner
-from fakes.fake_run import SPEC, Reader, draw, until
+from fakes.fake_cluster import FakePool, rollout
+from fakes.fake_run import SPEC, Reader, draw, stage_of, until
 from rlhfless.orchestrator import prompt_selection
-from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import FinishReason, Prompt, Score
@@ -194,7 +193,7 @@ async def test_actors_get_what_other_actors_drew_of_the_same_prompts(tmp_path: P
     items = [item for prompt in draw("pq").prompts for item in draw("pq").items(prompt)]
     journal.add(3, [rollout(items[0], "before", 4)])
     pool = FakePool("a", "b")
-    stage = GenerationStage(pool, draw("pq"), SPEC, runner(pool), journal, history=history)
+    stage = stage_of(pool, draw("pq"), journal, history=history)
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].running and pool["b"].running))
     sent = {name: tuple(map(len, each)) for actor in "ab" for name, each in pool[actor].requests[0].earlier.items()}
@@ -212,7 +211,7 @@ async def test_actors_get_what_other_actors_drew_of_the_same_prompts(tmp_path: P
 async def test_engines_that_do_not_draft_get_none() -> None:
     pool, history = FakePool("a"), PromptHistory(SPEC)
     history.ended([drawn("p", 0, [1])])
-    reader = Reader(GenerationStage(pool, draw("p"), SPEC, runner(pool), history=history))
+    reader = Reader(stage_of(pool, draw("p"), history=history))
     await until(lambda: bool(pool["a"].running))
     assert pool["a"].requests[0].earlier == {}
     pool["a"].finish()

@@ -17,7 +17,7 @@ from fakes.fake_cluster import group, prompt, runner
 from fakes.fake_run import until
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.experience import LOGPROBS, has_signal, usable_of, with_redraws, with_signal
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest
+from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.orchestrator.run import AlgorithmState
 from rlhfless.orchestrator.step import rollout, train
 from rlhfless.prepare.prompt_order import PromptOrder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fakes.builders import drawn
-from rlhfless.functions.generation.messages import SampleItem
+from fakes.fake_run import SPEC, draw
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples, Replayed
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.telemetry.metrics import METRICS
@@ -14,7 +14,7 @@ def rollout(tokens: list[int], logprob: float, reason: FinishReason) -> Rollout:
 
 
 def table() -> InFlightSamples:
-    return InFlightSamples(3, [SampleItem("p", 0, (1,), seed=1)], slots=1)
+    return InFlightSamples(draw("p", samples=1), SPEC, slots=1)
 
 
 def came_back(samples: InFlightSamples, *rollouts: Rollout) -> Replayed:

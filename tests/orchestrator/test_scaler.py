@@ -14,10 +14,10 @@ import pytest
 
 from fakes.builders import timed
 from fakes.fake_cluster import FakeActor, FakePool
-from fakes.fake_run import Fleet, Reader, draw, until
+from fakes.fake_run import Fleet, Reader, draw, stage_of, until
 from fakes.set_clock import reading
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest
+from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.orchestrator.run_scaler import policy_of
 from rlhfless.orchestrator.scaler import Scaler, StepDue
 from rlhfless.records import Score, StepRecord, Work
@@ -50,7 +50,7 @@ class Life:
 
     def stage(self, what: RolloutRequest) -> GenerationStage:
         runner = self.scaler.runner_of(what.call.step, what.work)
-        return GenerationStage(self.pool, what, self.spec, runner)
+        return stage_of(self.pool, what, spec=self.spec, policy=runner)
 
     async def draw(self, step: int, names: Sequence[str] = "pqrs") -> Reader:
         """Generate a step with two heartbeats in between, and end it."""

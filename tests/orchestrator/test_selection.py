@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from fakes.fake_cluster import prompt
 from rlhfless.functions.calls import Call
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
 from rlhfless.orchestrator.prompt_selection import PromptHistory, select
+from rlhfless.orchestrator.rollout_request import RolloutRequest, sampling_of
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Work
 from rlhfless.records.journal import Journal

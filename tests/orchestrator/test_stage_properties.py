@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.fake_cluster import FakeFleet, FakePool
-from fakes.fake_run import SPEC, Reader, draw
+from fakes.fake_run import Reader, draw, stage_of
 from fakes.set_clock import TickingClock, reading
-from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import Rollout, sample_seed
 from rlhfless.scaling.policy import Action, Assign, Event, Move, StepView
@@ -45,7 +44,7 @@ async def play(random: Random) -> list[Rollout]:
     """Generate all samples while the test plays the actors."""
     pool, lost = FakePool("a", "b", "c"), 0
     runner = PolicyRunner(Dice(random), FakeFleet(pool), lambda _: None)
-    stage = GenerationStage(pool, draw(NAMES, SAMPLES), SPEC, runner)
+    stage = stage_of(pool, draw(NAMES, SAMPLES), policy=runner)
     reader = Reader(stage)
     turns = 0
     while not reader.task.done():

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rlhfless.functions.calls import Call
-from rlhfless.functions.generation.messages import GenerateRequest, Sampling
-from rlhfless.orchestrator.in_flight_samples import InFlightSamples, RolloutRequest
+from rlhfless.functions.generation.messages import Sampling
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples
+from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.records import Prompt, Work
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import MOST_SIZES, SAMPLE_BYTES, driver_bytes
@@ -131,10 +132,9 @@ def test_a_sample_takes_no_more_than_is_said(prompts: int, samples: int) -> None
     request = RolloutRequest(Call("run", 1, 1), given, samples, Sampling(16, 1.0), Work.GENERATE, 0, 1)
     tracemalloc.start()
     try:
-        table = InFlightSamples(1, [item for prompt in given for item in request.items(prompt)], 2)
+        table = InFlightSamples(request, RunSpec.model_validate(SPEC), 2)
         table.assignment.give(np.arange(prompts * samples), 0)
-        table.request_of.update(dict.fromkeys(range(prompts * samples), 0))
-        asked = GenerateRequest(tuple(table.items), request.sampling, "v", "actor", 1.0, 1.0, 1.0)
+        asked = table.submit(np.arange(prompts * samples), 0, "actor", "v")
         sent = pickle.dumps(asked, protocol=5)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
