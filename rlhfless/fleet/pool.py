@@ -317,9 +317,14 @@ class ReplicaPool(Replicas):
         return self._leaving[slot]
 
     async def _hand_back_and_stop(self, replica: Replica) -> None:
-        for listener in self._listeners:
-            if not listener.over:
-                await listener.drain(replica)
+        """Stop a replica after it has handed back its work. If that fails, its work counts as lost: otherwise the
+        replica would hold its devices, and its slot, until the run ends."""
+        try:
+            for listener in self._listeners:
+                if not listener.over:
+                    await listener.drain(replica)
+        except Exception as fault:
+            log.warning("%s did not hand back its work, and is stopped: %s", replica.name, fault)
         await self.stop(replica)
 
     def _on_left(self, slot: int, replica: Replica, task: asyncio.Task[None]) -> None:

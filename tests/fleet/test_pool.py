@@ -12,6 +12,7 @@ from fakes.fake_run import until
 from rlhfless.fleet.handles import HandleLost
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.protocols import FleetError
+from rlhfless.fleet.replica import CallTimeout
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.placement import Allocation, Device
@@ -67,6 +68,22 @@ async def test_the_fewest_are_kept_and_one_that_leaves_hands_back_first() -> Non
     assert not pool.release(0)
     await until(lambda: cluster.stopped == ["b"])
     assert watcher.heard == [("drain", "b")]
+
+
+async def test_one_that_cannot_hand_back_is_stopped_and_its_slot_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    """For example, an actor that does not answer an abort in time."""
+    cluster, pool, watcher = watched("a", "b")
+    watcher.drain = failing  # type: ignore[method-assign]
+    pool.release(1)
+    pool.start(1, CALL)
+    await until(lambda: cluster.begun == [1])
+    assert cluster.stopped == ["b"]
+    assert "b did not hand back its work, and is stopped: no answer to an abort" in caplog.text
+    await pool.close()
+
+
+async def failing(replica: object) -> None:
+    raise CallTimeout("no answer to an abort")
 
 
 async def test_a_start_that_is_released_is_called_off() -> None:
