@@ -285,13 +285,3 @@ class CountedGroup:
 
     def adding(self, score: Any = None, **columns: Any) -> CountedGroup:
         return self
-
-
-@dataclass(slots=True)
-class CountedBatch:
-    """What a step learns from."""
-
-    tokens: int
-    denominators: SimpleNamespace
-    batch: Any
-    groups: list[int]

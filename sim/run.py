@@ -17,19 +17,20 @@ from rlhfless.functions.calls import Call
 from rlhfless.orchestrator import step as rlhf
 from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.live_fleet import LiveFleet
-from rlhfless.orchestrator.run import RLRun, StepContext
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.scaler import Scaler, StepDue
 from rlhfless.orchestrator.schedules import schedule_of
 from rlhfless.orchestrator.weight_sync import ActorWeights
-from rlhfless.records import Experience, FunctionName, FunctionRole, StepRecord, Work
+from rlhfless.records import FunctionName, StepRecord
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.function_specs import Bounds, declared
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
+from rlhfless.sim.batches import CountedBatches
 from rlhfless.sim.billing import MemoryTrace
 from rlhfless.sim.cluster import NO_FAULTS, SimulatedCluster, SimulatedFaults, version_of
-from rlhfless.sim.counted import CountedBatch, CountedRolloutRequest, CountedSamples
+from rlhfless.sim.counted import CountedRolloutRequest, CountedSamples
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.known import SetupEngines, SetupLedger
@@ -38,7 +39,6 @@ from rlhfless.sim.setup import Setup
 from rlhfless.sim.strict import StrictRunner
 from rlhfless.sim.virtual_loop import VirtualLoop, run_virtual, waiting
 from rlhfless.spec import RunSpec
-from rlhfless.util.clock import unix_s
 from rlhfless.util.tasks import gather_or_cancel
 
 SPEC = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
@@ -92,11 +92,11 @@ class SimulatedRun(RLRun):
 
     engines: StepEngines
     setup: Setup
-    batches: Mapping[int, RolloutBatch]
+    rollouts: Mapping[int, RolloutBatch]
     on_step: OnStep
 
     def _request_of(self, step: int) -> Any:
-        batch = self.batches[step]
+        batch = self.rollouts[step]
         prompts = tuple(SimpleNamespace(prompt_id=name) for name in batch.prompt_ids)
         return CountedRolloutRequest(self.call(step), batch, prompts)
 
@@ -108,65 +108,16 @@ class SimulatedRun(RLRun):
     def samples_of(self, request: Any) -> Any:
         return CountedSamples(request, self.engines, len(self.generation.allocations))
 
-    def scoring_of(self, call: Call) -> Any:
-        async def part(pool: ReplicaPool, groups: Sequence[Any]) -> Any:
-            return await self.work(await pool.ready(call), Work.SCORE, "score", call, groups)
-
-        async def score(groups: Sequence[Any]) -> Any:
-            await gather_or_cancel(*(part(pool, groups) for pool in self.with_role(FunctionRole.SCORES)))
-            return groups
-
-        return score
-
-    def per_token_outputs(self, call: Call, *, learned: bool = False) -> dict[str, Any]:
-        def stage(pool: ReplicaPool) -> Any:
-            async def computed(groups: Sequence[Any]) -> Any:
-                await self.work(await pool.ready(call), Work.LOGPROBS, "compute", call, groups)
-                return groups
-
-            return computed
-
-        late = self.trainers.pools if self.spec.schedule.steps_ahead else ()
-        return {
-            pool.kind.output: stage(pool)
-            for pool in self.pools.values()
-            if pool.kind.output and (pool in late) is learned
-        }
-
-    async def train(self, context: StepContext, experience: Experience) -> None:
-        """Learn from a step (see rlhfless.orchestrator.step.train), with counts in place of batches."""
-        call, step, progress = context.call, context.step, self.engines.progress
-        assert progress is not None
-        groups = tuple(group.number for group in experience.groups)
-        for pool in self.trainers.pools:
-            await pool.ready(call)
-        tokens = sum(group.tokens for group in experience.groups)
-        batch: Any = CountedBatch(
-            tokens,
-            SimpleNamespace(groups=len(experience.groups)),
-            context.request.batch,
-            [*groups],
-        )
-        await self.trainers.update_others(call, batch)
-        learning, publishing = asyncio.Event(), asyncio.Event()
-        _, self.published = await gather_or_cancel(
-            self.trainers.learn(self.learner, call, batch, learning), self.publish(call, sent=publishing)
-        )
-        record = StepRecord(step, context.begun.start_s, unix_s(), _metrics(progress, context))
-        self.scaler.end_step(record)
-        others_since_s = self.clock.end(step, record.end_s)
-        self.ledger.add_step(record, others_since_s)
-        self.under_way.pop(step, None)
-        self.on_step(LearnedStep(record, groups, progress))
+    def close_step(self, record: StepRecord, batch: Any) -> None:
+        """See RLRun."""
+        super().close_step(record, batch)
+        self.on_step(LearnedStep(record, tuple(batch.packed.groups), batch.progress))
 
 
-def _metrics(progress: StepProgress, context: StepContext) -> dict[str, float]:
-    batch = progress.batch
-    return {
-        "generation_s": float(progress.table.complete_s.max()) - context.begun.start_s,
-        "response_tokens": float(batch.response_tokens.sum()),
-        "responses": float(batch.samples),
-    }
+class NoSinks:
+    """Emits no metrics: those of a simulation are in its trace."""
+
+    def emit(self, step: int, values: Any, samples: Any = None) -> None: ...
 
 
 class SimulatedSteps:
@@ -179,7 +130,9 @@ class SimulatedSteps:
         return await rlhf.rollout(self._run, self._run.begin(step))
 
     async def train(self, step: int, experience: Any) -> None:
-        await self._run.train(self._run.under_way[step], experience)
+        for pool in self._run.trainers.pools:  # they start at their first work
+            await pool.ready(self._run.call(step))
+        await rlhf.train(self._run, self._run.under_way[step], experience)
 
 
 def simulate(
@@ -238,14 +191,14 @@ async def _simulate(
     take_turns(pool for function, pool in pools.items() if function not in beside)
     known = SetupEngines(setup)
     fleet = LiveFleet(spec, call, [*pools.values()], ledger, known, known)
-    scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))  # type: ignore[arg-type]
+    scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))
     if strict:
         scaler.runner = StrictRunner(policy, fleet, ledger.add_decision, lambda: ledger.calls + engines.tokens)
     run = SimulatedRun(
         run_id="simulated", attempt=1, spec=spec, order=None, held_out=(), pools=pools, ledger=ledger,
-        sinks=None, journal=None, checkpoints=None, weights=ActorWeights(pools[FunctionName.GENERATION], spec),
+        sinks=NoSinks(), journal=None, checkpoints=None, weights=ActorWeights(pools[FunctionName.GENERATION], spec),
         scaler=scaler, history=None, engines=engines, setup=setup, on_step=on_step,
-        batches={batch.step: batch for batch in batches},
+        batches=CountedBatches(engines), rollouts={batch.step: batch for batch in batches},
     )  # fmt: skip
     run.published = version_of(0)
     await _start_under_way(run)

@@ -21,7 +21,6 @@ from functools import reduce
 
 import numpy as np
 
-from rlhfless.algorithms.base import BY_STALENESS
 from rlhfless.algorithms.batch import in_batch_order
 from rlhfless.orchestrator.group_pipeline import ScoredGroups
 from rlhfless.orchestrator.rollout_request import RolloutRequest
@@ -235,17 +234,6 @@ def by_token(groups: Sequence[Group], learner: WeightVersion) -> IntArray:
         for span in segment.version_spans if isinstance(segment, Rollout) else ():
             values[-1][span.start : span.end] = max(learner.step - WeightVersion.parse(span.version).step, 0)
     return np.concatenate(values)
-
-
-def split(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Divide metrics that were summed by staleness by their number of tokens; drop those without tokens."""
-    found = {}
-    for name, value in metrics.items():
-        of, _, behind = name.partition(BY_STALENESS)
-        share = metrics[f"tokens{BY_STALENESS}{behind}"] if behind else 1.0
-        if share:
-            found[name] = value if of == "tokens" else value / share
-    return found
 
 
 def _tokens_by_version(spans: Iterable[VersionSpan]) -> Mapping[WeightVersion, int]:

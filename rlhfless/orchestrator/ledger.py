@@ -125,14 +125,15 @@ class Ledger:
         """Return whether the step is in the trace."""
         return step in self._steps
 
-    def add_group(self, step: int, group: Group) -> None:
-        """Add the rollouts of a group, with the scores of its samples."""
+    def add_rollouts(self, step: int, groups: Iterable[Group]) -> None:
+        """Add the rollouts of a step, with the scores of its samples. A simulated step has none to add."""
         self._rollouts_of.add(step)
-        self._writer.add_prompt(group.prompt)
-        prompt_tokens = len(group.prompt.token_ids)
-        for sample in group.samples:
-            for rollout in sample.rollouts:
-                self._drawn[step].append(self._writer.add_rollout(step, rollout, sample.scored, prompt_tokens))
+        for group in groups:
+            self._writer.add_prompt(group.prompt)
+            prompt_tokens = len(group.prompt.token_ids)
+            for sample in group.samples:
+                for rollout in sample.rollouts:
+                    self._drawn[step].append(self._writer.add_rollout(step, rollout, sample.scored, prompt_tokens))
 
     def add_decision(self, decision: Decision) -> None:
         self._engine_starts += started([decision])

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from rlhfless.algorithms.base import Algorithm, algorithm_of
-from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
-from rlhfless.algorithms.kl import adapt_kl, adaptive_kl, with_kl_coefficient
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import BaseRun
-from rlhfless.orchestrator.experience import added_up, readable
+from rlhfless.orchestrator.batches import Batches, StepBatch
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.group_pipeline import ComputeOutput, ScoredGroups, ScoreGroups
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
@@ -34,42 +32,9 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.checkpoints import CheckpointNotes
-from rlhfless.spec import AlgorithmSpec
 from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
-
-
-class AlgorithmState:
-    """The algorithm's settings, which adapt from step to step."""
-
-    def __init__(self, settings: AlgorithmSpec) -> None:
-        self._first = settings
-        self._settings: dict[int, AlgorithmSpec] = {}
-        """Settings of the last learned step and the next one, by step; empty before the first."""
-
-    def _at(self, step: int) -> AlgorithmSpec:
-        return self._settings.get(step, self._first)
-
-    def at(self, step: int) -> Algorithm:
-        """Build the algorithm with the settings of a step."""
-        return algorithm_of(self._at(step))
-
-    def learn(self, step: int, batch: PackedBatch) -> dict[str, float]:
-        """Adapt the next step's settings to the batch of this one; return this step's metrics."""
-        here = self._at(step)
-        kl = adaptive_kl(here)
-        self._settings = {step: here, step + 1: adapt_kl(here, batch)}
-        return {} if kl is None else {"kl_coefficient": kl.coefficient}
-
-    def coefficient_after(self, step: int) -> float | None:
-        """Return the KL coefficient of the step after `step`, for a checkpoint; None if it is not adaptive."""
-        kl = adaptive_kl(self._at(step + 1))
-        return None if kl is None else kl.coefficient
-
-    def restore(self, step: int, coefficient: float | None) -> None:
-        """Resume after `step` with the result of `coefficient_after`; with None, use the spec's settings."""
-        self._settings = {} if coefficient is None else {step + 1: with_kl_coefficient(self._first, coefficient)}
 
 
 @dataclass(slots=True)
@@ -96,14 +61,6 @@ HELD_OUT_SEED_STEP = -1
 """All evaluations generate with the same seeds, so that they differ only in the weights."""
 
 
-_GroupKey = tuple[str, tuple[int, ...]]
-
-
-def _key(group: Group) -> _GroupKey:
-    """Identify a group by its prompt and the lengths of its samples."""
-    return group.prompt.prompt_id, tuple(sample.model_tokens for sample in group.samples)
-
-
 @dataclass(kw_only=True)
 class RLRun(BaseRun):
     """A run that learns from samples that it generates."""
@@ -112,18 +69,17 @@ class RLRun(BaseRun):
     scaler: Scaler
     history: PromptHistory
     """The lengths, signals and responses of each prompt so far."""
+    batches: Batches
     evaluated_samples: Callable[[int, Experience, Experience], None] = lambda *_: None
     """Called after an evaluation with the step and the scored samples: sampled, then greedy."""
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
-    algorithms: AlgorithmState = field(init=False)
     versions: VersionGate = field(init=False)
-    _outputs: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
+    _outputs: dict[tuple[int, str], dict[Hashable, list[FloatArray]]] = field(default_factory=dict)
     """Per-token outputs for groups of steps in progress, by step and name of the output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.algorithms = AlgorithmState(self.spec.algorithm)
         self.versions = VersionGate(in_flight=self.spec.schedule.in_flight)
 
     @property
@@ -235,7 +191,7 @@ class RLRun(BaseRun):
         async def score(groups: Sequence[Group]) -> ScoredGroups:
             pools = self.with_role(FunctionRole.SCORES)
             scored = await gather_or_cancel(*(parts(pool, groups) for pool in pools))
-            return added_up(groups, scored, self.spec.scoring)
+            return self.batches.added_up(groups, scored)
 
         return score
 
@@ -247,15 +203,17 @@ class RLRun(BaseRun):
         reuses its values, because the function may have learned from them since.
         """
 
+        key = self.batches.key
+
         def stage(pool: ReplicaPool) -> ComputeOutput:
             async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
                 known = self._outputs.setdefault((call.step, pool.kind.output), {})
-                if new := [group for group in groups if _key(group) not in known]:
+                if new := [group for group in groups if key(group) not in known]:
                     replica = await pool.ready(call)
-                    batch = pack(readable(new))
+                    batch = self.batches.to_compute(new)
                     values = await self.work(replica, Work.LOGPROBS, "compute", call, batch)
-                    known.update(zip(map(_key, new), by_sample(batch, values, new), strict=True))
-                return [known[_key(group)] for group in groups]
+                    known.update(zip(map(key, new), self.batches.by_group(batch, values, new), strict=True))
+                return [known[key(group)] for group in groups]
 
             return computed
 
@@ -273,7 +231,7 @@ class RLRun(BaseRun):
 
     # -- learner
 
-    async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
+    async def evaluate(self, call: Call, batch: Any) -> FloatArray:
         """Compute the old logprobs `[tokens]`, of the policy before the step's first update."""
         return await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
 
@@ -297,7 +255,7 @@ class RLRun(BaseRun):
         return replace(
             super()._notes(step),
             digest=self.published.version.digest,
-            kl_coefficient=self.algorithms.coefficient_after(step),
+            kl_coefficient=self.batches.kl_coefficient_after(step),
         )
 
     async def restore(self) -> int:
@@ -305,7 +263,7 @@ class RLRun(BaseRun):
         self._outputs.clear()  # they belong to the weights before the restore
         step = await super().restore()
         newest = self.checkpoints.newest()
-        self.algorithms.restore(step, newest.notes.kl_coefficient if newest else None)
+        self.batches.restore(step, newest.notes.kl_coefficient if newest else None)
         return step
 
     async def publish_again(self, before: int) -> None:
@@ -317,17 +275,15 @@ class RLRun(BaseRun):
     # -- ledger
 
     def record_rollouts(self, step: int, experience: Experience) -> None:
-        """Add the rollouts to ledger and history, and update the engines' speeds. A repeated step counts once."""
+        """Record the samples of a step, and update the engines' speeds. A repeated step counts once."""
         if not self.ledger.has_rollouts_of(step):
-            for group in experience.groups:
-                self.ledger.add_group(step, group)
-            self.history.learned(self.ledger.done_in_step(step)[1])
+            self.batches.record(self.ledger, step, experience)
             self.scaler.learn_speeds(step)
 
-    def close_step(self, record: StepRecord, experience: Experience) -> None:
+    def close_step(self, record: StepRecord, batch: StepBatch) -> None:
         """Record the end of a step, and emit its metrics."""
         self.scaler.end_step(record)
-        self._close(record, {"response_tokens": [sample.model_tokens for sample in experience.samples]})
+        self._close(record, {"response_tokens": batch.response_tokens})
         self.under_way.pop(record.step, None)
         for step, output in list(self._outputs):
             if step <= record.step:

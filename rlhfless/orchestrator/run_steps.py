@@ -111,10 +111,6 @@ class RunSteps:
         with self._session.console.stage(f"step {step}"):
             log.info("step %d: rollout starts", step)
             data: Data = await self._stages.rollout(self._run, self._run.begin(step))
-            if isinstance(data, Experience):
-                what = "step %d: rollout complete: %d groups, %d samples, %d tokens"
-                samples = data.samples
-                log.info(what, step, len(data.groups), len(samples), sum(each.model_tokens for each in samples))
             return data
 
     async def train(self, step: int, experience: Data) -> None:

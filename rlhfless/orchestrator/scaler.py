@@ -254,11 +254,12 @@ class Scaler:
         self,
         policy: Policy,
         fleet: FleetSlots,
-        speeds: EngineSpeeds,
+        speeds: EngineSpeeds | None,
         ledger: FleetFigures,
         due: StepDue,
         prefill: PrefillActors | None = None,
     ) -> None:
+        """`speeds`: None if the speeds of the engines are known, as in a simulation."""
         self.due = due
         self.prefill = prefill
         """The prefill actors, if the spec allows any."""
@@ -286,7 +287,7 @@ class Scaler:
 
     def learn_speeds(self, step: int) -> None:
         """Update the engines' speeds from a step whose rollouts are in the ledger."""
-        if self.runner.figures(step):
+        if self._speeds is not None and self.runner.figures(step):
             self._speeds.learn(*self._ledger.done_in_step(step), self.fleet.kinds())
 
     def end_step(self, record: StepRecord) -> None:

@@ -36,6 +36,7 @@ from rlhfless.orchestrator.recovery import clear
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.run_scaler import scaler_of
 from rlhfless.orchestrator.supervised import SupervisedRun
+from rlhfless.orchestrator.token_batches import TokenBatches
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding
 from rlhfless.planning.preflight import Prepared
 from rlhfless.planning.resolve import resolve
@@ -217,6 +218,7 @@ def _run_of(
         ),
         scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, history.lengths, earlier),
         history=history,
+        batches=TokenBatches(spec, history),
     )
 
 

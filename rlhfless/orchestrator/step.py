@@ -7,34 +7,23 @@ prompts -> sync weights -> generate -> score -> per-token outputs (reference, va
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import cast
 
-import numpy as np
-
-from rlhfless.algorithms.base import ActorCritic
-from rlhfless.algorithms.batch import PackedBatch, in_batch_order, leave_out, pack
 from rlhfless.functions.calls import Call
-from rlhfless.orchestrator.experience import (
-    by_token,
-    log_failures,
-    split,
-    staleness_of,
-    with_redraws,
-    with_signal,
-    without_failures,
-)
+from rlhfless.orchestrator.batches import StepBatch
+from rlhfless.orchestrator.experience import log_failures, with_redraws
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.group_pipeline import ComputeOutput, collect, with_outputs
 from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.orchestrator.run import RLRun, StepContext
-from rlhfless.orchestrator.step_metrics import evaluation_metrics, rollout_metrics, step_metrics
-from rlhfless.records import Experience, FinishReason, PublishedWeights, StepRecord
-from rlhfless.spec import Needs
+from rlhfless.orchestrator.step_metrics import evaluation_metrics, step_metrics
+from rlhfless.records import Experience, PublishedWeights, StepRecord
 from rlhfless.util.clock import unix_s
 from rlhfless.util.tasks import beside, gather_or_cancel
+
+log = logging.getLogger(__name__)
 
 
 async def rollout(run: RLRun, context: StepContext) -> Experience:
@@ -54,6 +43,7 @@ async def rollout(run: RLRun, context: StepContext) -> Experience:
     redraws = run.spec.algorithm.needs.redraws
     experience = await with_redraws(experience, first, run.order, redraws, generate, run.spec.scoring)
     run.release_idle(context.step)
+    log.info("step %d: rollout complete: %s", context.step, run.batches.described(experience))
     return experience
 
 
@@ -62,38 +52,28 @@ async def train(run: RLRun, context: StepContext, experience: Experience) -> Ste
 
     Raises as `rollout` does.
     """
-    step, call, needs = context.step, context.call, run.spec.algorithm.needs
-    staleness = staleness_of(experience, run.published.version)
+    step, call = context.step, context.call
     experience = await with_outputs(experience, run.per_token_outputs(call, learned=True))
-    usable = without_failures(experience, run.spec.scoring, step)
-    chosen = with_signal(usable) if needs.with_signal else usable
+    batch = await run.batches.learned_from(
+        context.begun, experience, run.published.version, partial(run.evaluate, call)
+    )
 
-    whole = pack(chosen.groups)
-    if needs.old_logprobs:  # otherwise the learner computes them at its first update
-        whole = whole.with_columns(old_logprobs=await run.evaluate(call, whole))
-    whole = _with_targets(run, step, whole)
-    if staleness and staleness.differs:
-        behind = by_token(chosen.groups, run.published.version)
-        whole = replace(whole.with_columns(staleness=behind), oldest=max(staleness.most, 0))
-    batch = learned_batch(whole, chosen, needs)
-
-    metrics = await run.trainers.update_others(call, batch)
-    record_rollouts = partial(_record_rollouts, run, context, experience, usable)
+    metrics = await run.trainers.update_others(call, batch.packed)
+    record_rollouts = partial(_record_rollouts, run, context, experience, batch)
     if run.spec.updates_policy(step):
         learning, publishing = asyncio.Event(), asyncio.Event()
         learned, run.published, rollout_figures = await gather_or_cancel(
-            run.trainers.learn(run.learner, call, batch, learning),
+            run.trainers.learn(run.learner, call, batch.packed, learning),
             run.publish(call, sent=publishing),
             record_rollouts(after=[learning, publishing]),
         )
-        metrics |= split(learned) | run.algorithms.learn(step, whole)
+        metrics |= run.batches.learned(step, batch, learned)
     else:
         rollout_figures = await record_rollouts(after=[])
 
-    metrics |= staleness.metrics if staleness else {}
-    metrics = step_metrics(run, context, experience, chosen, rollout_figures, metrics)
+    metrics = step_metrics(run, context, batch, rollout_figures, metrics | dict(batch.metrics))
     record = StepRecord(step, context.begun.start_s, unix_s(), metrics)
-    run.close_step(record, experience)
+    run.close_step(record, batch)
     return record
 
 
@@ -152,28 +132,8 @@ async def _follow_versions(run: RLRun, published: PublishedWeights, call: Call) 
         await run.weights.sync(published, call)
 
 
-def learned_batch(batch: PackedBatch, experience: Experience, needs: Needs) -> PackedBatch:
-    """Mask truncated responses from the loss if the algorithm needs whole responses (DAPO's overlong filtering).
-
-    They still count in the statistics of their group, and in the KL of the reward.
-    """
-    if not needs.whole_responses:
-        return batch
-    samples = [sample for group in in_batch_order(experience.groups) for sample in group.samples]
-    return leave_out(batch, np.array([sample.finish_reason == FinishReason.LENGTH for sample in samples]))
-
-
-def _with_targets(run: RLRun, step: int, batch: PackedBatch) -> PackedBatch:
-    """Add the training targets of policy and critic: advantages and returns `[tokens]`."""
-    algorithm = run.algorithms.at(step)
-    targets = {"advantages": algorithm.advantages(batch)}
-    if run.spec.algorithm.needs.values:
-        targets["returns"] = cast(ActorCritic, algorithm).returns(batch)
-    return batch.with_columns(**targets)
-
-
 async def _record_rollouts(
-    run: RLRun, context: StepContext, experience: Experience, usable: Experience, *, after: Sequence[asyncio.Event]
+    run: RLRun, context: StepContext, experience: Experience, batch: StepBatch, *, after: Sequence[asyncio.Event]
 ) -> dict[str, float]:
     """Record the rollouts in the ledger, and return their metrics.
 
@@ -182,4 +142,4 @@ async def _record_rollouts(
     for sent in after:
         await sent.wait()
     run.record_rollouts(context.step, experience)
-    return rollout_metrics(experience, usable, context.request.groups)
+    return batch.rollout_metrics(context.request.groups)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from rlhfless.orchestrator.batches import StepBatch
 from rlhfless.orchestrator.experience import has_signal, usable
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.run import RLRun, StepContext
@@ -42,13 +43,12 @@ def rollout_metrics(experience: Experience, kept: Experience, prompts: int) -> d
 def step_metrics(
     run: RLRun,
     context: StepContext,
-    experience: Experience,
-    kept: Experience,
+    batch: StepBatch,
     drawn: Mapping[str, float],
     learned: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return all metrics of a step that ends now. `kept`: the part of its experience that was trained on. `drawn`: the
-    result of `rollout_metrics`. `learned`: the metrics of the trained functions."""
+    """Return all metrics of a step that ends now. `drawn`: those of its rollouts. `learned`: those of the trained
+    functions."""
     begun, stage = context.begun, context.stage
     times = run.ledger.step_times(begun, unix_s())
     seconds = times.phases_s
@@ -67,7 +67,7 @@ def step_metrics(
         "generation_tokens_per_s": tokens_per_s(calls),
         **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
         **(resumed_metrics(stage) if stage else {}),
-        **prompt_token_metrics(calls, experience, kept, run.spec.epochs_of),
+        **batch.prompt_metrics(calls),
         **draft_metrics(calls),
         "actors": float(len(run.generation.serving())),
         **run.scaler.runner.figures(begun.step),

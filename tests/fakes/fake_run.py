@@ -24,6 +24,7 @@ from rlhfless.orchestrator.rollout_request import RolloutRequest, sampling_of
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.orchestrator.step import rollout
+from rlhfless.orchestrator.token_batches import TokenBatches
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import (
     Decision,
@@ -163,7 +164,8 @@ class Scene:
             sinks=MetricSinks([]),
             journal=self.journal,
             checkpoints=None,  # type: ignore[arg-type]
-            history=PromptHistory(spec),
+            history=(history := PromptHistory(spec)),
+            batches=TokenBatches(spec, history),
         )
         self.run.published = weights_of(0)
 

@@ -14,8 +14,8 @@ from fakes.fake_cluster import group
 from fakes.fake_run import OLD_LOGPROB, Scene
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.kl import next_kl_coefficient
-from rlhfless.orchestrator.run import AlgorithmState
-from rlhfless.orchestrator.step import learned_batch, train
+from rlhfless.orchestrator.step import train
+from rlhfless.orchestrator.token_batches import AlgorithmState, learned_batch
 from rlhfless.records import Experience, FinishReason, Rollout, Sample, Score
 from rlhfless.spec import GRPOSpec, Needs, PPOSpec, ReinforcePlusPlusSpec, RewardKLSpec, RLOOSpec
 from rlhfless.util.errors import UserError
@@ -165,7 +165,7 @@ async def test_kl_in_the_reward_is_of_the_learners_policy_whatever_the_schedule_
     np.testing.assert_allclose(batch.advantages[batch.response_mask], expected, rtol=1e-6)
     # The target is 1 nat, and -2.5 is far below: two samples of 20 lower the coefficient by 2 %.
     assert record.metrics["kl_coefficient"] == 0.5
-    assert scene.run.algorithms.coefficient_after(1) == pytest.approx(0.49)
+    assert scene.run.batches.kl_coefficient_after(1) == pytest.approx(0.49)
 
 
 async def test_without_a_kl_in_the_reward_a_step_has_no_pass_for_old_logprobs(tmp_path: Path) -> None:

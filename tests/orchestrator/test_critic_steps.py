@@ -9,7 +9,8 @@ import pytest
 
 from fakes.fake_run import Scene, weights_of
 from rlhfless.algorithms.batch import pack
-from rlhfless.orchestrator.step import _with_targets, rollout, train
+from rlhfless.orchestrator.step import rollout, train
+from rlhfless.orchestrator.token_batches import TokenBatches
 from rlhfless.records import FunctionName
 
 PPO = {"algorithm": "ppo", "critic": {}}
@@ -69,7 +70,7 @@ async def test_while_the_critic_warms_up_the_policy_stays_as_it_is(tmp_path: Pat
 async def test_a_step_that_is_done_again_has_the_values_from_before_the_critic_learned(scene: Scene) -> None:
     """The critic has already learned the step when the learner's publication fails."""
     context, experience = await scene.rolled_out(1)
-    batch = _with_targets(scene.run, 1, pack(experience.groups))
+    batch = TokenBatches(scene.run.spec, scene.run.history).with_targets(1, pack(experience.groups))
     await scene.run.trainers.update_others(context.call, batch)
     again = await rollout(scene.run, scene.run.begin(1))  # its samples come from the journal
     assert scene.critic.computed == 1

@@ -56,8 +56,7 @@ class Attempt:
         return await collect(stage.groups(), 2, score, {})  # type: ignore[arg-type]
 
     def end(self, experience: Experience) -> None:
-        for group in experience.groups:
-            self.ledger.add_group(3, group)
+        self.ledger.add_rollouts(3, experience.groups)
         self.close()
 
     def close(self) -> None:

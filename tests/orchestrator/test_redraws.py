@@ -18,8 +18,8 @@ from fakes.fake_run import until
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.experience import LOGPROBS, has_signal, usable_of, with_redraws, with_signal
 from rlhfless.orchestrator.rollout_request import RolloutRequest
-from rlhfless.orchestrator.run import AlgorithmState
 from rlhfless.orchestrator.step import rollout, train
+from rlhfless.orchestrator.token_batches import TokenBatches
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Experience, Group, Score, Work
 from rlhfless.spec import AlgorithmSpec, DAPOSpec, RLOOSpec, ScoringSpec
@@ -179,8 +179,8 @@ class Scene(scenes.Scene):
 
     def __init__(self, folder: Path, algorithm: AlgorithmSpec) -> None:
         super().__init__(folder)
-        self.run.algorithms = AlgorithmState(algorithm)
         self.run.spec = self.run.spec.model_copy(update={"algorithm": algorithm})
+        self.run.batches = TokenBatches(self.run.spec, self.run.history)
         self.learner.gate.set()
 
     def scaler(self) -> Any:

@@ -70,7 +70,7 @@ class Life:
                 await asyncio.sleep(0)
             await reader.task
         for group in reader.groups:
-            self.scene.ledger.add_group(step, group.adding(score=[Score(0.0, {}) for _ in group.samples]))
+            self.scene.ledger.add_rollouts(step, [group.adding(score=[Score(0.0, {}) for _ in group.samples])])
         self.scaler.learn_speeds(step)
         self.scaler.end_step(StepRecord(step, 10.0 * step, 10.0 * step + 8, {}))
         self.scene.ledger.add_step(StepRecord(step, 10.0 * step, 10.0 * step + 8, {}))

@@ -12,7 +12,8 @@ from fakes.fake_cluster import group
 from rlhfless.algorithms.base import LossInputs
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.losses import clip_metrics, correction
-from rlhfless.orchestrator.experience import by_token, split, staleness_of
+from rlhfless.orchestrator.experience import by_token, staleness_of
+from rlhfless.orchestrator.token_batches import split
 from rlhfless.records import Experience, Group, VersionSpan, WeightVersion
 from rlhfless.spec import GRPOSpec
 from rlhfless.telemetry.metrics import resolve

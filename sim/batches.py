@@ -1,0 +1,111 @@
+"""The batches of a simulated run: its groups and tokens, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from rlhfless.orchestrator.ledger import Ledger, StepAttempt
+from rlhfless.records import Experience, Invocation
+from rlhfless.sim.engines import StepEngines
+from rlhfless.sim.samples import StepProgress
+
+
+@dataclass(slots=True)
+class CountedBatch:
+    """What the trained functions of a step get."""
+
+    tokens: int
+    denominators: SimpleNamespace
+    batch: Any
+    groups: list[int]
+
+
+@dataclass(slots=True)
+class CountedStepBatch:
+    """What a step learns from (implements rlhfless.orchestrator.batches.StepBatch)."""
+
+    packed: CountedBatch
+    progress: StepProgress
+    begun: StepAttempt
+
+    response_tokens: Sequence[float] = ()
+    """Its trace has the lengths."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """See StepBatch. Generation ends with the last sample of the step, whatever its actors still do."""
+        batch = self.progress.batch
+        return {
+            "generation_s": float(self.progress.table.complete_s.max()) - self.begun.start_s,
+            "response_tokens": float(batch.response_tokens.sum()),
+            "responses": float(batch.samples),
+        }
+
+    def rollout_metrics(self, prompts: int) -> dict[str, float]:  # noqa: ARG002
+        """See StepBatch. Counted samples have no rewards."""
+        return {}
+
+    def prompt_metrics(self, calls: Iterable[Invocation]) -> dict[str, float]:  # noqa: ARG002
+        """See StepBatch."""
+        return {}
+
+
+class CountedBatches:
+    """Counts the batches of a simulated run (implements rlhfless.orchestrator.batches.Batches)."""
+
+    def __init__(self, engines: StepEngines) -> None:
+        self._engines = engines
+
+    def key(self, group: Any) -> Hashable:
+        """See Batches."""
+        return group.number
+
+    def described(self, experience: Experience) -> str:
+        """See Batches."""
+        groups: Sequence[Any] = experience.groups
+        return f"{len(groups)} groups, {sum(group.tokens for group in groups)} tokens with those of prompts"
+
+    def added_up(self, groups: Sequence[Any], scored: Any) -> Sequence[Any]:  # noqa: ARG002
+        """See Batches. Counted samples have no scores."""
+        return groups
+
+    def to_compute(self, groups: Sequence[Any]) -> Sequence[Any]:
+        """See Batches."""
+        return groups
+
+    def by_group(self, batch: Any, values: Any, groups: Sequence[Any]) -> Sequence[list[Any]]:  # noqa: ARG002
+        """See Batches."""
+        return [[] for _ in groups]
+
+    async def learned_from(
+        self,
+        begun: StepAttempt,
+        experience: Experience,
+        learner: Any,  # noqa: ARG002
+        evaluate: Any,  # noqa: ARG002
+    ) -> CountedStepBatch:
+        """See Batches."""
+        groups: Sequence[Any] = experience.groups
+        progress = self._engines.progress
+        assert progress is not None, "a step is generated before it is learned"
+        count, tokens = SimpleNamespace(groups=len(groups)), sum(group.tokens for group in groups)
+        packed = CountedBatch(tokens, count, progress.batch, [group.number for group in groups])
+        return CountedStepBatch(packed, progress, begun)
+
+    def learned(self, step: int, batch: Any, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
+        """See Batches."""
+        return dict(metrics)
+
+    def record(self, ledger: Ledger, step: int, experience: Experience) -> None:  # noqa: ARG002
+        """See Batches. The trace of a simulation has no rollouts."""
+        ledger.add_rollouts(step, ())
+
+    def kl_coefficient_after(self, step: int) -> float | None:  # noqa: ARG002
+        """See Batches."""
+        return None
+
+    def restore(self, step: int, kl_coefficient: float | None) -> None:
+        """See Batches."""
