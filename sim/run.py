@@ -197,7 +197,7 @@ async def _simulate(
     run = SimulatedRun(
         run_id="simulated", attempt=1, spec=spec, order=None, held_out=(), pools=pools, ledger=ledger,
         sinks=NoSinks(), journal=None, checkpoints=None, weights=ActorWeights(pools[FunctionName.GENERATION], spec),
-        scaler=scaler, history=None, engines=engines, setup=setup, on_step=on_step,
+        scaler=scaler, history=None, busy_cores=None, engines=engines, setup=setup, on_step=on_step,
         batches=CountedBatches(engines), rollouts={batch.step: batch for batch in batches},
     )  # fmt: skip
     run.published = version_of(0)

@@ -48,10 +48,11 @@ class GenerationStage:
         at_work: Callable[[], None] = lambda: None,
         no_weights: Callable[[], str] = lambda: "",
         prefill: PrefillActors | None = None,
+        busy_cores: Callable[[], BusyCores] | None = BusyCores,
     ) -> None:
         """`at_work` is called at an engine's first message, when the engines are busy and the driver is idle.
         `no_weights` returns why a joining actor cannot load the step's weights, or "" if it can.
-        `prefill`: see Precomputation.
+        `prefill`: see Precomputation. `busy_cores` measures the driver's machine; None in a simulation.
         """
         self._pool = pool
         self.samples = samples
@@ -79,9 +80,10 @@ class GenerationStage:
         """Actors that died or failed to start since the last sample ended, and how many samples had ended by then."""
         self._events: asyncio.Queue[_Message | Exception] = asyncio.Queue()
         self._asked_s: float | None = None
+        self._busy_cores = busy_cores
         self._busy: BusyCores | None = None
-        self.host_busy_cores = 0.0
-        """Mean number of busy cores on the driver's machine during generation."""
+        self.host_busy_cores = 0.0 if busy_cores else None
+        """Mean number of busy cores on the driver's machine during generation; None in a simulation."""
         self.over = False
         """Whether no sample is left, or the stage was cancelled."""
 
@@ -104,7 +106,9 @@ class GenerationStage:
                     async for group in self._generated():
                         yield group
             self.samples.learned(self._gate.admitted)
-            self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
+            self.over = True
+            if self._busy is not None:
+                self.host_busy_cores = self._busy.mean()
             # The policy takes time to update its estimates; here this overlaps with scoring the last groups.
             if self._asked_s is not None:
                 self._ask(Generated())
@@ -217,7 +221,8 @@ class GenerationStage:
         assert actor.served is not None, "an actor that serves has weights"
         self._requests.append(actor)
         self._slots.append(slot)
-        self._busy = self._busy or BusyCores()
+        if self._busy is None and self._busy_cores is not None:
+            self._busy = self._busy_cores()
         request = self.samples.submit(samples, number, actor.name, actor.served)
         task = asyncio.create_task(self._stream(actor, number, request))
         self._streams[task] = actor

@@ -32,6 +32,7 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.checkpoints import CheckpointNotes
+from rlhfless.util.host import BusyCores
 from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class RLRun(BaseRun):
     batches: Batches
     evaluated_samples: Callable[[int, Experience, Experience], None] = lambda *_: None
     """Called after an evaluation with the step and the scored samples: sampled, then greedy."""
+    busy_cores: Callable[[], BusyCores] | None = BusyCores
+    """Measures the driver's machine during generation; None in a simulation."""
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
     versions: VersionGate = field(init=False)
@@ -160,6 +163,7 @@ class RLRun(BaseRun):
             at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
             no_weights=self._no_weights,
             prefill=self.scaler.prefill,
+            busy_cores=self.busy_cores,
         )
         self.generation.watch(stage)
         return stage

@@ -65,8 +65,7 @@ def step_metrics(
         "overhead_s": times.overhead_s,
         "recovery_s": times.recovery_s,
         "generation_tokens_per_s": tokens_per_s(calls),
-        **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
-        **(resumed_metrics(stage) if stage else {}),
+        **(stage_metrics(stage) if stage else {}),
         **batch.prompt_metrics(calls),
         **draft_metrics(calls),
         "actors": float(len(run.generation.serving())),
@@ -82,14 +81,17 @@ def own_seconds(times: StepTimes) -> dict[str, float]:
     return {f"{phase}_s": seconds[phase] for phase in (Phase.CRITIC, Phase.COLUMNS) if seconds[phase]}
 
 
-def resumed_metrics(stage: GenerationStage) -> dict[str, float]:
-    """Return the metrics of resumed samples and deferred groups; empty if the schedule defers nothing."""
+def stage_metrics(stage: GenerationStage) -> dict[str, float]:
+    """Return the metrics of the driver's machine, and of resumed samples and deferred groups, as far as there are
+    any."""
+    metrics = {} if stage.host_busy_cores is None else {"host_busy_cores": stage.host_busy_cores}
     selection = stage.request.selection
     if selection is None:
-        return {}
+        return metrics
     samples, tokens = stage.samples.resumed
     left = len(stage.request.prompts) - selection.groups
-    return {"deferred_groups": float(left), "resumed_samples": float(samples), "resumed_tokens": float(tokens)}
+    deferred = {"deferred_groups": float(left), "resumed_samples": float(samples), "resumed_tokens": float(tokens)}
+    return metrics | deferred
 
 
 def draft_metrics(calls: Iterable[Invocation]) -> dict[str, float]:
