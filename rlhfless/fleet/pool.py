@@ -317,9 +317,12 @@ class ReplicaPool(Replicas):
         return self._leaving[slot]
 
     async def _hand_back_and_stop(self, replica: Replica) -> None:
-        """Stop a replica after it has handed back its work. If that fails, its work counts as lost: otherwise the
-        replica would hold its devices, and its slot, until the run ends."""
+        """Stop a replica after it has handed back its work, or, for functions that cannot, after its call. If that
+        fails, its work counts as lost: otherwise the replica would hold its devices, and its slot, until the run
+        ends."""
         try:
+            if self.kind.role is not FunctionRole.SAMPLES:
+                await replica.wait_idle()
             for listener in self._listeners:
                 if not listener.over:
                     await listener.drain(replica)

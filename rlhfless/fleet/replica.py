@@ -75,6 +75,8 @@ class Replica:
         """Seconds from launch until the replica was up; None if an earlier driver started it, or once recorded."""
         self._waits = False
         self._working = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._transport: Transport | None = None
         self._handle: Handle | None = None
         self._life: Lifecycle | None = None
@@ -322,13 +324,23 @@ class Replica:
         finally:
             task.cancel()
 
+    async def wait_idle(self) -> None:
+        """Wait until no call that the ledger records is in progress. Every call has a timeout."""
+        await self._idle.wait()
+
     @contextmanager
     def _at_work(self, work: Work | None) -> Iterator[None]:
-        self._working += work is not None
+        if work is None:
+            yield
+            return
+        self._working += 1
+        self._idle.clear()
         try:
             yield
         finally:
-            self._working -= work is not None
+            self._working -= 1
+            if not self._working:
+                self._idle.set()
 
     @contextmanager
     def _faults(self, doing: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.ledger import Ledger, StepClock
 from rlhfless.prepare.prompt_order import PromptOrder
-from rlhfless.records import Decision, FunctionRole, Prompt, StepRecord, Work
+from rlhfless.records import Decision, FunctionRole, Prompt, ReplicaState, StepRecord, Work
 from rlhfless.records.checkpoints import Checkpoint, CheckpointError, CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.placement import Allocation
@@ -228,6 +228,21 @@ class BaseRun:
                 waiting_for=f"{work} of step {call.step}",
                 work=work,
             )
+
+    async def serve(self, pool: ReplicaPool, work: Work, method: str, call: Call, argument: object) -> Any:
+        """Call a helper, starting it if it was released, and return the method's value."""
+        while True:
+            replica = await pool.ready(call)
+            async with pool.turn(call):
+                if replica.state is ReplicaState.SERVING:  # otherwise it was released while this waited for its turn
+                    return await replica.call(
+                        method,
+                        call,
+                        argument,
+                        timeout_s=self.spec.timeouts.call_s,
+                        waiting_for=f"{work} of step {call.step}",
+                        work=work,
+                    )
 
     # -- checkpoints
 

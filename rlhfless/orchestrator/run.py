@@ -190,7 +190,7 @@ class RLRun(BaseRun):
         """Create the scoring stage of a step. It restarts released replicas."""
 
         async def parts(pool: ReplicaPool, groups: Sequence[Group]) -> ScoredGroups:
-            return await self.work(await pool.ready(call), Work.SCORE, "score", call, groups)
+            return await self.serve(pool, Work.SCORE, "score", call, groups)
 
         async def score(groups: Sequence[Group]) -> ScoredGroups:
             pools = self.with_role(FunctionRole.SCORES)
@@ -213,9 +213,8 @@ class RLRun(BaseRun):
             async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
                 known = self._outputs.setdefault((call.step, pool.kind.output), {})
                 if new := [group for group in groups if key(group) not in known]:
-                    replica = await pool.ready(call)
                     batch = self.batches.to_compute(new)
-                    values = await self.work(replica, Work.LOGPROBS, "compute", call, batch)
+                    values = await self.serve(pool, Work.LOGPROBS, "compute", call, batch)
                     known.update(zip(map(key, new), self.batches.by_group(batch, values, new), strict=True))
                 return [known[key(group)] for group in groups]
 

@@ -63,7 +63,7 @@ class SupervisedRun(BaseRun):
 
     async def _compute(self, pool: ReplicaPool, call: Call, examples: Sequence[Example]) -> None:
         batch = pack_examples(examples)
-        values = await self.work(await pool.ready(call), Work.LOGPROBS, "compute", call, batch)
+        values = await self.serve(pool, Work.LOGPROBS, "compute", call, batch)
         parts = iter(np.split(values[batch.response_mask], np.cumsum(batch.response_lengths)[:-1]))
         for example in examples:
             self._outputs[example.prompt_id] = [next(parts) for _ in example.sequences]

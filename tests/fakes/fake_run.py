@@ -33,6 +33,7 @@ from rlhfless.records import (
     Invocation,
     Probe,
     PublishedWeights,
+    ReplicaState,
     Score,
     StepRecord,
     WeightVersion,
@@ -82,6 +83,7 @@ class Function:
     def replicas(self) -> tuple[Any, ...]:
         return (self,)
 
+    state: ClassVar[ReplicaState] = ReplicaState.SERVING
     must_move: ClassVar[bool] = False
     open_device_s: ClassVar[dict[str, float]] = {}
 

@@ -167,6 +167,24 @@ async def test_a_start_that_waits_is_called_off_by_a_use() -> None:
     await pool.close()
 
 
+async def test_a_release_waits_for_the_call_that_the_replica_is_at() -> None:
+    cluster, pool = helper()
+    replica = pool["scoring"]
+    cluster.loads["scoring"] = asyncio.get_running_loop().create_future()
+    working = asyncio.create_task(
+        replica.call("load", CALL, timeout_s=60, waiting_for="its scores", work=Work.SCORE)  # gated by the test
+    )
+    await until(lambda: replica.working)
+    pool.release(0)
+    using = asyncio.create_task(pool.ready(CALL))
+    await asyncio.sleep(0.05)
+    assert not cluster.stopped
+    cluster.loads["scoring"].set_result(None)
+    await working
+    assert (await using).name != "scoring"
+    assert cluster.stopped == ["scoring"]
+
+
 async def test_a_start_ahead_of_time_that_fails_is_tried_again_when_it_is_wanted() -> None:
     cluster, pool = helper(there=False)
     cluster.gated = True
