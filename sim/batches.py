@@ -89,8 +89,7 @@ class CountedBatches:
     ) -> CountedStepBatch:
         """See Batches."""
         groups: Sequence[Any] = experience.groups
-        progress = self._engines.progress
-        assert progress is not None, "a step is generated before it is learned"
+        progress = self._engines.progress(begun.step)
         count, tokens = SimpleNamespace(groups=len(groups)), sum(group.tokens for group in groups)
         packed = CountedBatch(tokens, count, progress.batch, [group.number for group in groups])
         return CountedStepBatch(packed, progress, begun)

@@ -59,6 +59,7 @@ class CountedRolloutRequest:
 class CountedRequest:
     """See GenerateRequest, of which this is the counting form. The actor waits until it has `ended`."""
 
+    step: int
     numbers: Ints
     version: str
     ended: asyncio.Future[None]
@@ -198,7 +199,7 @@ class CountedSamples:
         self._request_of[samples] = request
         self._requests = request + 1
         ended = self._open[request] = asyncio.get_running_loop().create_future()
-        return CountedRequest(samples, version, ended, lambda aborted: self._aborted(request, aborted))
+        return CountedRequest(self.step, samples, version, ended, lambda aborted: self._aborted(request, aborted))
 
     def on(self, requests: Collection[int]) -> dict[int, Ints]:
         return self._by_request(np.isin(self._request_of, [*requests]) & ~self._finished)

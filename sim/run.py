@@ -112,6 +112,7 @@ class SimulatedRun(RLRun):
         """See RLRun."""
         super().close_step(record, batch)
         self.on_step(LearnedStep(record, tuple(batch.packed.groups), batch.progress))
+        self.engines.end(record.step)
 
 
 class NoSinks:
@@ -179,7 +180,7 @@ async def _simulate(
     call_limit_s: float,
     limit_s: float,
 ) -> Trace:
-    engines = StepEngines(setup.actors, setup.links.heartbeat_s)
+    engines = StepEngines(setup.actors, setup.links.heartbeat_s, batches, 1 + setup.schedule.steps_ahead)
     _advance_engines(engines, limit_s)
     spec = spec_of(setup, batches[-1].step, call_limit_s)
     writer = MemoryTrace()
