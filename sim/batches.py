@@ -9,7 +9,8 @@ from typing import Any
 
 from rlhfless.orchestrator.ledger import Ledger, StepAttempt
 from rlhfless.records import Experience, Invocation
-from rlhfless.sim.counted import CountedGroup
+from rlhfless.sim.engines import StepEngines
+from rlhfless.sim.samples import StepProgress
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class CountedStepBatch:
     """What a step learns from (implements rlhfless.orchestrator.batches.StepBatch)."""
 
     packed: CountedBatch
-    groups: Sequence[CountedGroup]
+    progress: StepProgress
     begun: StepAttempt
 
     response_tokens: Sequence[float] = ()
@@ -36,11 +37,11 @@ class CountedStepBatch:
     @property
     def metrics(self) -> Mapping[str, float]:
         """See StepBatch. Generation ends with the last sample of the step, whatever its actors still do."""
-        lengths = [group.prompt.response_tokens for group in self.groups]
+        batch = self.progress.batch
         return {
-            "generation_s": max(group.complete_s for group in self.groups) - self.begun.start_s,
-            "response_tokens": float(sum(int(each.sum()) for each in lengths)),
-            "responses": float(sum(map(len, lengths))),
+            "generation_s": float(self.progress.table.complete_s.max()) - self.begun.start_s,
+            "response_tokens": float(batch.response_tokens.sum()),
+            "responses": float(batch.samples),
         }
 
     def rollout_metrics(self, prompts: int) -> dict[str, float]:  # noqa: ARG002
@@ -54,6 +55,9 @@ class CountedStepBatch:
 
 class CountedBatches:
     """Counts the batches of a simulated run (implements rlhfless.orchestrator.batches.Batches)."""
+
+    def __init__(self, engines: StepEngines) -> None:
+        self._engines = engines
 
     def key(self, group: Any) -> Hashable:
         """See Batches."""
@@ -85,9 +89,10 @@ class CountedBatches:
     ) -> CountedStepBatch:
         """See Batches."""
         groups: Sequence[Any] = experience.groups
+        progress = self._engines.progress(begun.step)
         count, tokens = SimpleNamespace(groups=len(groups)), sum(group.tokens for group in groups)
-        packed = CountedBatch(tokens, count, groups[0].batch, [group.number for group in groups])
-        return CountedStepBatch(packed, groups, begun)
+        packed = CountedBatch(tokens, count, progress.batch, [group.number for group in groups])
+        return CountedStepBatch(packed, progress, begun)
 
     def learned(self, step: int, batch: Any, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
         """See Batches."""

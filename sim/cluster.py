@@ -141,7 +141,7 @@ class SimulatedHandle:
         self.name, self.slot, self.life = name, slot, life
         self._incarnation = f"{name}-life{life}"
         self._busy_s = 0.0
-        self._asleep = self._opened = False
+        self._asleep = False
         self.dead = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._requests: list[Any] = []
@@ -177,8 +177,7 @@ class SimulatedHandle:
         if self.dead:
             return
         self.dead = True
-        if self._opened:
-            self._cluster.engines.engine(self.slot, self.life).crash(unix_s())
+        self._cluster.engines.crash(self.slot, self.life)
         for task in [*self._tasks]:
             task.cancel()
         for request in self._requests:
@@ -227,7 +226,12 @@ class SimulatedHandle:
         if wake_s:
             await asyncio.sleep(wake_s)
         await self._late()
-        await asyncio.sleep(self._cluster.loaded_s(self.slot, published.version.label) - unix_s())
+        load_s, engines = self._cluster.loaded_s(self.slot, published.version.label) - unix_s(), self._cluster.engines
+        if in_flight:
+            load_s += engines.reload(self.slot, self.life, load_s) - unix_s()
+        else:
+            engines.drop_kv(self.slot, self.life)
+        await asyncio.sleep(load_s)
         usage = CallUsage(size_bytes=self._cluster.setup.transport.size_bytes)
         return Reply(self._incarnation, Loaded("", None, 1), start_s, unix_s(), usage)
 
@@ -236,19 +240,20 @@ class SimulatedHandle:
             raise HandleLost(f"{self.name} is dead")
         start_s = unix_s()
         engines = self._cluster.engines
-        engine, progress = engines.engine(self.slot, self.life), engines.progress
-        assert progress is not None
-        batch, at_s = progress.batch, start_s
+        engine = engines.engine(call.step, self.slot, self.life)
+        batch, at_s = engine.progress.batch, start_s
         if self._cluster.setup.prefixes.planned and len(batch.tree):
             prompts = np.unique(batch.group[request.numbers])
             prefixes = [batch.groups + each for each in batch.tree.to_precompute(prompts)]
             if wanted := [prefix for prefix in prefixes if prefix not in engine.asked]:
                 at_s = max(at_s, engine.precompute(wanted, at_s, self._cluster.setup.links.move_s).end_s)
-        engines.submit(self.slot, self.life, request.numbers, at_s)
-        self._opened = True
+        engines.submit(call.step, self.slot, self.life, request.numbers, at_s)
         self._requests.append(request)
         try:
             await request.ended
+        except asyncio.CancelledError:
+            engines.withdraw(engine, request.numbers)
+            raise
         finally:
             self._requests.remove(request)
         yield StreamEnd(Reply(self._incarnation, None, start_s, unix_s(), request.usage()))
@@ -256,12 +261,12 @@ class SimulatedHandle:
     async def do_abort(self, call: Call, numbers: Any) -> Reply[Any]:
         """Take samples out of the engine at its next boundary."""
         await self._late()
-        engine = self._cluster.engines.engine(self.slot, self.life)
+        engine = self._cluster.engines.engine(call.step, self.slot, self.life)
         samples = np.intersect1d(np.asarray(numbers, np.int64), engine.resident)
         at_s = engine.abort(samples, unix_s())
         await asyncio.sleep(at_s - unix_s() + self._cluster.setup.links.move_s)
         samples = samples[~engine.progress.finished[samples]]
-        for request in [*self._requests]:
+        for request in [request for request in self._requests if request.step == call.step]:
             if (mine := np.intersect1d(samples, request.numbers)).size:
                 request.aborted(mine)
         return self._now(None)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from rlhfless.functions.calls import CallUsage
+from rlhfless.functions.calls import Call, CallUsage
 from rlhfless.functions.generation.messages import Progress
-from rlhfless.orchestrator.rollout_request import RolloutRequest
+from rlhfless.records import Work
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
-from rlhfless.sim.counted_prompts import CountedJournal, CountedPrompt, samples_left
 from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.util.clock import unix_s
@@ -40,10 +40,26 @@ class NothingReplayed:
         return {}
 
 
+@dataclass(frozen=True, slots=True)
+class CountedRolloutRequest:
+    """See RolloutRequest, of which this is the counting form."""
+
+    call: Call
+    batch: RolloutBatch
+    prompts: tuple[Any, ...]
+    work: Work = Work.GENERATE
+    selection: None = None
+
+    @property
+    def groups(self) -> int:
+        return self.batch.groups
+
+
 @dataclass(slots=True, eq=False)
 class CountedRequest:
     """See GenerateRequest, of which this is the counting form. The actor waits until it has `ended`."""
 
+    step: int
     numbers: Ints
     version: str
     ended: asyncio.Future[None]
@@ -67,22 +83,15 @@ class CountedFinished:
 class CountedSamples:
     """The samples of one request (implements StageSamples)."""
 
-    def __init__(self, request: RolloutRequest, engines: StepEngines, journal: CountedJournal, slots: int) -> None:
-        """`request`: of CountedPrompts. `slots`: number of slots for generation actors."""
+    from_earlier = ()
+    resumed = (0, 0)
+
+    def __init__(self, request: CountedRolloutRequest, engines: StepEngines, slots: int) -> None:
+        """`slots`: number of slots for generation actors."""
+        batch, progress = request.batch, engines.begin(request.batch, self._report, self._look)
+        table = progress.table
         self.request = request
         self.step = request.call.step
-        prompts: Any = request.prompts
-        self._prompts: Sequence[CountedPrompt] = prompts
-        self._journal = journal
-        self._left = left = samples_left(self.step, self._prompts, journal)
-        batch, progress = left.batch, engines.begin(left.batch, self._report, self._look)
-        progress.table.tokens[:] = progress.safe_tokens[:] = left.tokens
-        table = progress.table
-        fed_tokens = left.whole.prompt_tokens[left.whole.group] + left.whole.response_tokens
-        self._group_tokens = np.bincount(left.whole.group, fed_tokens, left.whole.groups).astype(np.int64).tolist()
-        self.from_earlier = [self._group(number, unix_s()) for number in left.complete]
-        resumes = left.tokens > 0
-        self.resumed = int(np.count_nonzero(resumes)), int(left.tokens[resumes].sum())
         self.receive: Callable[[int, Any], None] = lambda *_: None
         """Takes the messages of the engines: GenerationStage.receive."""
         self.progress = progress
@@ -101,6 +110,8 @@ class CountedSamples:
         """By request: set when none of its samples is on the engine."""
         self._requests = self._complete = 0
         """Number of requests so far, and of complete groups."""
+        per_sample = batch.prompt_tokens[batch.group] + batch.response_tokens
+        self._group_tokens = np.bincount(batch.group, per_sample, batch.groups).astype(np.int64).tolist()
         self._prefixes = batch.tree.long()
         self._counts: tuple[list[int], list[int]] | None = None
 
@@ -121,7 +132,7 @@ class CountedSamples:
 
     @property
     def complete(self) -> bool:
-        return self._complete == self._left.batch.groups
+        return self._complete == self.request.batch.groups
 
     @property
     def unassigned(self) -> Ints:
@@ -129,7 +140,7 @@ class CountedSamples:
 
     def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
         self._counts = None
-        batch, table = self._left.batch, self.progress.table
+        batch, table = self.request.batch, self.progress.table
         return StepView(
             fleet,
             tuple(slots),
@@ -188,7 +199,7 @@ class CountedSamples:
         self._request_of[samples] = request
         self._requests = request + 1
         ended = self._open[request] = asyncio.get_running_loop().create_future()
-        return CountedRequest(samples, version, ended, lambda aborted: self._aborted(request, aborted))
+        return CountedRequest(self.step, samples, version, ended, lambda aborted: self._aborted(request, aborted))
 
     def on(self, requests: Collection[int]) -> dict[int, Ints]:
         return self._by_request(np.isin(self._request_of, [*requests]) & ~self._finished)
@@ -214,19 +225,8 @@ class CountedSamples:
             return []  # the engines write to the view
         self._leave(message.aborted[self._request_of[message.aborted] == request])
         self._complete += message.groups.size
-        numbers, complete_s = self._left.groups[message.groups], self.progress.table.complete_s[message.groups]
-        groups = [self._group(number, at_s) for number, at_s in zip(numbers.tolist(), complete_s.tolist(), strict=True)]
-        for group in groups:
-            self._keep(group.number, group.prompt.response_tokens)
-        return groups
-
-    def _group(self, number: int, complete_s: float) -> CountedGroup:
-        return CountedGroup(self._prompts[number], number, self._group_tokens[number], complete_s, self._left.whole)
-
-    def _keep(self, number: int, tokens: Ints) -> None:
-        """Write the tokens of a group's samples to the journal."""
-        prompt_id, selection = self._prompts[number].prompt_id, self.request.selection
-        self._journal.add(self.step if selection is None else selection.begun[prompt_id], prompt_id, tokens)
+        prompts, batch = self.request.prompts, self.request.batch
+        return [CountedGroup(prompts[of], of, self._group_tokens[of], batch) for of in message.groups.tolist()]
 
     def restart_lost(self, request: int) -> Ints:
         lost = np.flatnonzero((self._request_of == request) & ~self._finished)
@@ -267,32 +267,22 @@ class CountedSamples:
     def defer(self) -> int:
         left, table = self.left, self.progress.table
         begun = int(np.count_nonzero(table.tokens[left]))
-        tokens = self._left.whole.response_tokens.copy()
-        tokens[self._left.samples] = table.tokens
-        of = np.split(tokens, np.flatnonzero(np.diff(self._left.whole.group)) + 1)
-        for number in self._left.groups.tolist():
-            self._keep(number, of[number])
         self._request_of[:] = NONE
         table.finished[left] = table.truncated[left] = True
         table.home[left] = UNASSIGNED
         return begun
 
-    def learned(self, prompt_ids: Sequence[str]) -> None:
-        if (selection := self.request.selection) is not None:
-            self._journal.take_groups(self.step, [(selection.begun[prompt_id], prompt_id) for prompt_id in prompt_ids])
+    def learned(self, prompt_ids: Sequence[str]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class CountedGroup:
     """A complete group."""
 
-    prompt: CountedPrompt
+    prompt: SimpleNamespace
     number: int
-    """Its number in `batch`."""
     tokens: int
-    """Those that functions get: its responses, each with the prompt."""
-    complete_s: float
-    batch: RolloutBatch
+    batch: Any
 
     def adding(self, score: Any = None, **columns: Any) -> CountedGroup:
         return self

@@ -17,8 +17,8 @@ import numpy as np
 from rlhfless.scaling.accounting import Interval
 from rlhfless.scaling.engine_model import EngineModel, ways_of
 from rlhfless.sim import kernel
-from rlhfless.sim.kernel_state import Costs, Floats, Ints, Limits, Pool, Table, pool_of
-from rlhfless.sim.samples import StepProgress
+from rlhfless.sim.kernel_state import UNKNOWN, Costs, Floats, Ints, Limits, Pool, Table, pool_of
+from rlhfless.sim.samples import Rows, StepProgress
 
 COUNTS = "preempted", "prefilled", "cached", "evicted", "decoded"
 """Counters of an engine: preemptions; prompt tokens computed, counted each time; prompt tokens found in the cache;
@@ -115,6 +115,8 @@ class EnginePool:
         self._prices = prices
         self._spans: dict[int, list[Interval]] = {}
         """By row: the spans fetched from `Pool.span`."""
+        self._next_s = UNKNOWN
+        self._ended = 0
 
     @property
     def running(self) -> Ints:
@@ -145,6 +147,7 @@ class EnginePool:
         self.memory.engine[row] = 0
         self.memory.idle[row] = 0
         n["row"], n["slot"], n["now_s"], n["slowdown"] = row, slot, at_s, slowdown
+        self.changed(row)
         n["free"], n["rested_s"] = self.shape.kv_blocks, -math.inf
         return SimulatedEngine(self, row, progress)
 
@@ -166,7 +169,46 @@ class EnginePool:
                 self._fetch()
             self._price()
         ended: Ints = memory.ended[: memory.totals[kernel.ENDED]].copy()
+        self._next_s = UNKNOWN
+        self._ended += len(ended)
         return ended
+
+    def changed(self, row: int) -> None:
+        """Compute an engine's next event again."""
+        self.memory.engine[row]["due_s"] = self._next_s = UNKNOWN
+
+    def forget(self, rows: Rows) -> None:
+        """Remove the prompts of a step from all caches."""
+        self.memory.idle[:, rows.nodes] = 0
+
+    def run(self, until_s: float) -> None:
+        """Run the events up to `until_s` of all engines in order, up to the first at which a step has all groups that
+        it awaits (`stopped`)."""
+        memory = self.memory
+        memory.totals[kernel.ENDED] = memory.totals[kernel.STOPPED] = 0
+        while (due_s := kernel.run(memory, self.table, self._prices.costs, self.limits, until_s)) == UNKNOWN:
+            if memory.totals[kernel.OVER] == len(memory.span):
+                self._fetch()
+            self._price()
+        self._next_s = due_s
+        self._ended += int(memory.totals[kernel.ENDED])
+
+    @property
+    def next_s(self) -> float:
+        """The time of the next event of any engine."""
+        if self._next_s == UNKNOWN:
+            self.run(-math.inf)
+        return self._next_s
+
+    def take_ended(self) -> int:
+        """Return how many samples have ended since the last call."""
+        ended, self._ended = self._ended, 0
+        return ended
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last `run` ended because a step has all groups that it awaits."""
+        return bool(self.memory.totals[kernel.STOPPED])
 
     def prefill_s(self, tokens: int, context_tokens: int) -> float:
         """Return the seconds to prefill `tokens` after `context_tokens`, alone."""
@@ -263,6 +305,7 @@ class SimulatedEngine:
         cells = (self._n["head"] + self._n["queued"] + np.arange(len(samples))) % len(queue)
         queue[cells] = samples + self.progress.at.first_sample
         self._n["queued"] += len(samples)
+        self._pool.changed(self._row)
         table.arrival_s[samples] = at_s
         self.progress.safe_tokens[samples] = table.tokens[samples]
 
@@ -294,6 +337,7 @@ class SimulatedEngine:
             done.cached_tokens += int(self.progress.table.depth[node])
         done.cached_tokens -= done.computed_tokens
         self._n["now_s"] = done.end_s
+        self._pool.changed(self._row)
         return done
 
     def _put(self, node: int, done: Precomputed) -> None:
@@ -339,11 +383,16 @@ class SimulatedEngine:
         Samples keep their tokens; all KV is lost.
         """
         self._to_boundary(at_s)  # samples may finish in the iteration that ends there
-        samples, self.asked = self.resident, set()
+        samples = self.resident
         leave_s = self.abort(samples, at_s)
-        self._pool.memory.idle[self._row] = 0
+        self.drop_kv()
         self.submit(samples, leave_s + load_s)
         return leave_s
+
+    def drop_kv(self) -> None:
+        """Drop the KV of all prompts and prefixes that no sequence holds."""
+        self.asked.clear()
+        self._pool.memory.idle[self._row] = 0
 
     def crash(self, at_s: float) -> Ints:
         """Crash at `at_s`: lose the iteration in progress and all tokens that its samples generated here.
@@ -380,3 +429,4 @@ class SimulatedEngine:
         chosen = np.zeros(len(self._pool.table.tokens), dtype=np.bool_)
         chosen[samples + self.progress.at.first_sample] = True
         kernel.take_out(self._pool.memory, self._pool.table, self._pool.limits, self._row, chosen)
+        self._pool.changed(self._row)

@@ -1,121 +1,211 @@
 """The engines of all actors, which run in closed form between two timers of the loop.
 
-Before the clock jumps to the next timer, all engines advance to it. Groups that became complete on the way are reported
-at their times, at most every REPORT_S, and always when the last sample ends: the clock then stops there.
+Before the clock jumps to the next timer, all engines run up to it, but not beyond the time at which a step has the last
+group that it waits for: the clock then stops there, because the run may give work to the engines. Groups that became
+complete before are reported at most every REPORT_S. Steps that are generated at once share the engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel, SimulatedEngine
 from rlhfless.sim.kernel_state import Ints, Table
-from rlhfless.sim.samples import RolloutBatch, StepProgress
+from rlhfless.sim.samples import RolloutBatch, StepProgress, rows_of
 from rlhfless.sim.setup import ActorShape
 from rlhfless.util.clock import unix_s
 
 REPORT_S = 0.25
 """Seconds between two reports of complete groups."""
 
+ROUNDING_S = 1e-9
 
-class StepEngines:
-    """The engines of the step that is being generated."""
 
-    def __init__(self, actors: Sequence[ActorShape], heartbeat_s: float) -> None:
-        self._actors = actors
-        self._heartbeat_s = heartbeat_s
-        self.progress: StepProgress | None = None
-        self._opened: dict[tuple[int, int], SimulatedEngine] = {}
-        self._pools: list[EnginePool] = []
-        self._told_s = -math.inf
-        self._told = np.zeros(0, np.bool_)
-        self._report: Callable[[Ints], None] = lambda _: None
+class GeneratedStep:
+    """A step that is being generated, and its messages to the driver."""
+
+    def __init__(
+        self, progress: StepProgress, report: Callable[[Ints], None], look: Callable[[], None], heartbeat_s: float
+    ) -> None:
+        self.progress = progress
+        self.engines: dict[tuple[int, int], SimulatedEngine] = {}
+        """By slot and life of its actor: the engines that have had samples of the step."""
+        self._report, self._look, self._heartbeat_s = report, look, heartbeat_s
+        self._told = np.zeros(progress.batch.groups, np.bool_)
+        self._told_s, self._at_once = -math.inf, False
         self._due: asyncio.TimerHandle | None = None
-        self._look: Callable[[], None] = lambda: None
         self._next_look: asyncio.TimerHandle | None = None
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that the samples of the step have."""
-        return 0 if self.progress is None else int(self.progress.table.tokens.sum())
-
-    def begin(self, batch: RolloutBatch, report: Callable[[Ints], None], look: Callable[[], None]) -> StepProgress:
-        """Start a step. `report` is called with the groups that have become complete since its last call, and `look`
-        once per heartbeat from the first sample to the last."""
-        if self._next_look is not None:
-            self._next_look.cancel()
-        self._look, self._next_look = look, None
-        self.progress = StepProgress(batch, unix_s())
-        self._pools = _pools(self._actors, self.progress.at.table)
-        self._pool_of = {slot: pool for pool in self._pools for slot in pool.slots.tolist()}
-        self._opened.clear()
-        self._told = np.zeros(batch.groups, np.bool_)
-        self._told_s, self._report = -math.inf, report
-        return self.progress
-
-    def engine(self, slot: int, life: int) -> SimulatedEngine:
-        """Return the engine of a slot's n-th replica, opened at its first use in the step."""
-        known = self._opened.get((slot, life))
-        if known is None:
-            assert self.progress is not None
-            at_s, slowdown = unix_s(), self._actors[slot].slowdown
-            known = self._opened[slot, life] = self._pool_of[slot].open(slot, self.progress, at_s, slowdown, life)
-        return known
-
-    def submit(self, slot: int, life: int, samples: Ints, at_s: float) -> None:
-        """Append samples to an engine's queue. Raises AssertionError if one has ended or is on an engine already."""
-        assert self.progress is not None
-        newest = {of: engine for (of, _), engine in sorted(self._opened.items())}
-        assert not self.progress.table.finished[samples].any(), "a sample that has ended is submitted again"
-        for other, engine in newest.items():
-            twice = np.intersect1d(engine.resident, samples)
-            assert not twice.size, f"samples {twice} are on slot {other} and are submitted to slot {slot}"
-        self.engine(slot, life).submit(samples, at_s)
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(self._heartbeat_s, self._heartbeat)
-
-    def _heartbeat(self) -> None:
-        assert self.progress is not None
-        if self.progress.unfinished:
-            self._look()
-            self._next_look = asyncio.get_running_loop().call_later(self._heartbeat_s, self._heartbeat)
-
-    def run_until(self, at_s: float) -> float:
-        """Advance to `at_s`, or to the next report; return the time at which the loop may be next."""
-        progress = self.progress
-        if progress is None or self._due is not None:
-            return at_s
-        table = progress.table
-        for pool in self._pools:
-            pool.advance(at_s)
+    def report(self) -> float:
+        """Schedule the report of the groups that have become complete, if any; return its time."""
+        table = self.progress.table
         new = (table.left == 0) & ~self._told
         if not new.any():
-            return at_s
-        first_s, ended = float(table.complete_s[new].min()), not table.left.any()
-        report_s = max(first_s, self._told_s + REPORT_S)
-        if ended:
-            report_s = min(report_s, max(float(table.complete_s[new].max()), self._told_s))
-        if report_s > at_s:
-            return at_s
-        self._due = asyncio.get_running_loop().call_at(report_s, self._tell)
-        return report_s
+            return math.inf
+        if self.progress.awaited <= 0:
+            self._at_once = True
+            self.progress.await_groups(1)  # if the run needs more, it is told of each one at once
+        complete_s = table.complete_s[new]
+        due_s = max(float(complete_s.min()), self._told_s + REPORT_S)
+        if self._at_once:
+            due_s = min(due_s, float(complete_s.max()))
+        due_s = max(due_s, unix_s())
+        if self._due is None or due_s < self._due.when():
+            self._cancel(self._due)
+            self._due = asyncio.get_running_loop().call_at(due_s, self._tell)
+        return self._due.when()
 
     def _tell(self) -> None:
         """Report the groups that have become complete by now."""
         self._due = None
-        progress, now_s = self.progress, unix_s()
-        if progress is None:
-            return
-        table = progress.table
-        new = np.flatnonzero((table.left == 0) & ~self._told & (table.complete_s <= now_s + 1e-9))
+        table, self._told_s = self.progress.table, unix_s()
+        new = np.flatnonzero((table.left == 0) & ~self._told & (table.complete_s <= self._told_s + ROUNDING_S))
         new = new[np.argsort(table.complete_s[new], kind="stable")]
         self._told[new] = True
-        self._told_s = now_s
         self._report(new)
+        self._at_once &= math.isfinite(self.report())  # engines may be ahead of the clock
+
+    def look_from_now(self, settle: Callable[[], None]) -> None:
+        """Send heartbeats from the first sample to the last. `settle` is called before each."""
+
+        def heartbeat() -> None:
+            if self.progress.unfinished:
+                settle()
+                self._look()
+                self._next_look = asyncio.get_running_loop().call_later(self._heartbeat_s, heartbeat)
+
+        if self._next_look is None:
+            self._next_look = asyncio.get_running_loop().call_later(self._heartbeat_s, heartbeat)
+
+    def end(self) -> None:
+        """Send no more messages."""
+        self._cancel(self._due)
+        self._cancel(self._next_look)
+
+    @staticmethod
+    def _cancel(timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+class StepEngines:
+    """The engines of the steps that are being generated. A step is known by its number, from `begin` to `end`."""
+
+    def __init__(
+        self, actors: Sequence[ActorShape], heartbeat_s: float, batches: Sequence[RolloutBatch], steps: int = 1
+    ) -> None:
+        """Reserve room for `steps` steps at once, each as large as the largest of these batches."""
+        samples = max(batch.samples for batch in batches)
+        nodes = max(batch.groups + len(batch.tree) for batch in batches)
+        self._free = rows_of(steps, samples, nodes)
+        """Rows of the table that belong to no step."""
+        self._actors = actors
+        self._heartbeat_s = heartbeat_s
+        self._steps: dict[int, GeneratedStep] = {}
+        self._pools = _pools(actors, self._free[0].table)
+        self._pool_of = {slot: pool for pool in self._pools for slot in pool.slots.tolist()}
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that have been generated."""
+        return sum(int(pool.memory.engine["decoded"].sum()) for pool in self._pools)
+
+    def begin(self, batch: RolloutBatch, report: Callable[[Ints], None], look: Callable[[], None]) -> StepProgress:
+        """Start a step, or start it again. `report` is called with the groups that have become complete since its last
+        call, and `look` once per heartbeat from the first sample to the last."""
+        if batch.step in self._steps:
+            self.end(batch.step)
+        progress = StepProgress(batch, unix_s(), self._free.pop(0))
+        self._steps[batch.step] = GeneratedStep(progress, report, look, self._heartbeat_s)
+        return progress
+
+    def end(self, step: int) -> None:
+        """Forget a step: its rows are used again."""
+        ended = self._steps.pop(step)
+        ended.end()
+        if ended.progress.unfinished:
+            for engine in ended.engines.values():
+                engine.abort(engine.resident, unix_s())
+        for pool in self._pools:
+            pool.forget(ended.progress.at)
+        self._free.append(ended.progress.at)
+
+    def progress(self, step: int) -> StepProgress:
+        return self._steps[step].progress
+
+    # -- the engine of a slot's n-th replica
+
+    def engine(self, step: int, slot: int, life: int) -> SimulatedEngine:
+        """Return the engine for the samples of a step, opened at its first use."""
+        known = self._steps[step].engines
+        if (slot, life) not in known:
+            progress, slowdown = self.progress(step), self._actors[slot].slowdown
+            known[slot, life] = self._pool_of[slot].open(slot, progress, unix_s(), slowdown, life)
+        return known[slot, life]
+
+    def submit(self, step: int, slot: int, life: int, samples: Ints, at_s: float) -> None:
+        """Append samples to the engine's queue."""
+        self.engine(step, slot, life).submit(samples, at_s)
+        self._steps[step].look_from_now(self._settle)
+
+    def withdraw(self, engine: SimulatedEngine, samples: Ints) -> None:
+        """Take samples out of an engine if it still has any of them."""
+        if any(engine in step.engines.values() for step in self._steps.values()):
+            engine.abort(np.intersect1d(samples, engine.resident), unix_s())
+
+    def drop_kv(self, slot: int, life: int) -> None:
+        """Drop the KV of earlier weights."""
+        for engine in self._opened(slot, life):
+            engine.drop_kv()
+
+    def reload(self, slot: int, life: int, load_s: float) -> float:
+        """Load other weights between two iterations, and compute the KV of all samples again; return when it begins."""
+        begins_s = [engine.reload(unix_s(), load_s) for engine in self._opened(slot, life)]
+        return max(begins_s, default=unix_s())
+
+    def crash(self, slot: int, life: int) -> None:
+        """Lose all samples, and the tokens that were not delivered."""
+        for engine in self._opened(slot, life):
+            engine.crash(unix_s())
+
+    def _opened(self, slot: int, life: int) -> Iterator[SimulatedEngine]:
+        engines = (step.engines.get((slot, life)) for step in self._steps.values())
+        return (engine for engine in engines if engine is not None)
+
+    # -- the clock
+
+    def run_until(self, at_s: float) -> float:
+        """Run to `at_s`, or to the end of a step; return the time at which the loop may be next."""
+        self._run(at_s)
+        if self._steps and sum(pool.take_ended() for pool in self._pools):
+            at_s = min(at_s, *(step.report() for step in self._steps.values()))
+        return at_s
+
+    def _run(self, until_s: float) -> None:
+        """Run all engines in the order of time."""
+        while True:
+            pool, then_s = self._next()
+            if math.isinf(pool.next_s) or pool.next_s > until_s:
+                return
+            pool.run(min(until_s, then_s))
+            if pool.stopped:
+                return
+
+    def _next(self) -> tuple[EnginePool, float]:
+        """Return the pool with the next event, and when another pool has one."""
+        if len(self._pools) == 1:
+            return self._pools[0], math.inf
+        first, second, *_ = sorted(self._pools, key=lambda pool: pool.next_s)
+        return first, second.next_s
+
+    def _settle(self) -> None:
+        """Run all engines to this time, so that the tokens of all samples are up to date."""
+        for pool in self._pools:
+            pool.advance(unix_s())
 
 
 def _pools(actors: Sequence[ActorShape], table: Table) -> list[EnginePool]:

@@ -10,7 +10,12 @@ A *boundary* is the instant between two iterations. At each boundary, in this or
    preempted never fits again at once, and repeating this step at the same boundary changes nothing, so a run may be
    interrupted anywhere.
 4. If a sequence prefills, one iteration runs. Otherwise B sequences decode, and all iterations up to the next finish,
-   the last free block, the next arrival or the end of the given time run in one jump.
+   the last free block or the next arrival run in one jump. A part of a jump may run before a change from outside.
+
+The end of such an iteration or jump, or the arrival at an idle engine, is the engine's next *event*. `advance`
+runs engines one after the other, as far as the caller knows that nothing else happens. `run` runs the events of all
+engines in the order of time, and stops at the one at which a step has the complete groups that it awaits: what the
+caller does then may change the engines.
 
 Prompts and the prefixes that they share are the *nodes* of a tree. All sequences that start with a node hold its blocks
 together. When the last of them leaves, the blocks are free, and stay findable until other sequences have taken all
@@ -31,7 +36,7 @@ import math
 
 from rlhfless.scaling.policy import UNASSIGNED
 from rlhfless.sim.compiled import compiled, inlined, part
-from rlhfless.sim.kernel_state import Costs, Flags, Ints, Limits, Pool, State, Table
+from rlhfless.sim.kernel_state import UNKNOWN, Costs, Flags, Ints, Limits, Pool, State, Table
 
 JOIN_S = 0.030
 """Work that follows other work within this time counts as one call with it, as in the runtime."""
@@ -39,7 +44,7 @@ JOIN_S = 0.030
 STRIDE = 1 << 24
 """Heap keys are finish iteration * STRIDE + sample: at most 16.8 M samples, and ties go to the lower sample."""
 
-ENDED, OVER = 0, 1
+ENDED, OVER, STOPPED = 0, 1, 2
 """Indices into `Pool.totals`."""
 
 
@@ -54,7 +59,7 @@ def advance(
     """
     stuck = last
     for row in range(first, last):
-        if not _run(_state(pool, row), table, costs, limits, until_s, one):
+        if not _advance(_state(pool, row), table, costs, limits, until_s, one):
             stuck = min(stuck, row)
     return stuck
 
@@ -78,58 +83,110 @@ def _state(pool: Pool, row: int) -> State:
     )
 
 
+@compiled
+def run(pool: Pool, table: Table, costs: Costs, limits: Limits, until_s: float) -> float:
+    """Run the events up to `until_s` of all engines in order, up to the first at which a step has all groups that it
+    awaits (`Pool.totals[STOPPED]`).
+
+    Returns the time of the next event of any engine; UNKNOWN if an engine lacks a prefill price or room for a span.
+    Engines stay at their last events.
+    """
+    for row in range(len(pool.engine)):
+        if pool.engine[row].due_s == UNKNOWN and not _foresee(_state(pool, row), table, costs, limits):
+            return UNKNOWN
+    while True:
+        first = 0
+        for row in range(1, len(pool.engine)):
+            if pool.engine[row].due_s < pool.engine[first].due_s:
+                first = row
+        due_s = pool.engine[first].due_s
+        if due_s > until_s or math.isinf(due_s) or pool.totals[STOPPED] > 0:
+            return due_s
+        state = _state(pool, first)
+        _do(state, table, limits)
+        if not _foresee(state, table, costs, limits):
+            return UNKNOWN
+
+
 @inlined
-def _run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float, one: bool) -> bool:
+def _advance(state: State, table: Table, costs: Costs, limits: Limits, until_s: float, one: bool) -> bool:
     """Run `advance` for one engine, and return whether it could continue."""
     n = state.n
-    while n.running + n.filling + n.queued > 0:
+    while True:
+        if n.due_s == UNKNOWN and not _foresee(state, table, costs, limits):
+            return False
+        working = n.running + n.filling > 0
+        if (n.due_s <= until_s and n.due_s < math.inf) or (one and working and n.jump <= 1):
+            _do(state, table, limits)
+            if one and working:
+                return True
+        else:
+            iterations = 0
+            if n.jump > 0:
+                iterations = 1 if one else _iterations_until(state, costs, n.jump - 1, until_s)
+            if iterations > 0:
+                n.now_s += _decode_s(state, costs, iterations)
+                n.jump -= iterations
+                _decode(state, limits, iterations)
+            _count_tokens(state, table)
+            return True
+
+
+@part
+def _foresee(state: State, table: Table, costs: Costs, limits: Limits) -> bool:
+    """Begin an engine's next event at its boundary, and compute the end; return False if it lacks something for it."""
+    n = state.n
+    n.jump = 0
+    if n.running + n.filling == 0:
+        if n.queued == 0:
+            n.due_s = math.inf
+            return True
         if state.totals[OVER] == len(state.span):
             return False
-        if not _awake(state, table, until_s):
-            return True
-        _make_room(state, table, limits)
-        _admit(state, table, limits)
-        if n.filling > 0:
-            spent_s = _filling_s(state, costs, limits)
-            if spent_s < 0:
-                return False
-            if n.now_s + spent_s > until_s and not one:
-                _count_tokens(state, table)
-                return True
-            n.now_s += spent_s
-            _fill(state, table, limits)
-        else:
-            iterations = 1 if one else _jump(state, table, costs, limits, until_s)
-            if iterations == 0:
-                _count_tokens(state, table)
-                return True
-            n.now_s += _decode_s(state, costs, iterations)
-            _decode(state, limits, iterations)
-        _finish(state, table, limits)
-        if n.running + n.filling == 0:
-            n.rested_s = n.now_s
-        if one:
-            return True
+        n.due_s = max(n.now_s, table.sample[state.queue[n.head]].arrival_s)
+        return True
+    _make_room(state, table, limits)
+    _admit(state, table, limits)
+    if n.filling > 0:
+        spent_s = _filling_s(state, costs, limits)
+        if spent_s < 0:
+            return False
+        n.due_s = n.now_s + spent_s
+    else:
+        n.way = _way(state, costs)
+        n.jump = _jump(state, table, costs, limits)
+        n.due_s = n.now_s + _decode_s(state, costs, n.jump)
     return True
 
 
 @part
-def _awake(state: State, table: Table, until_s: float) -> bool:
-    """Return whether an engine that has samples has work by `until_s`, advancing an idle engine to its next arrival."""
+def _do(state: State, table: Table, limits: Limits) -> None:
+    """End an engine's event."""
     n = state.n
-    if n.running + n.filling > 0:
-        return True
-    start_s = max(n.now_s, table.sample[state.queue[n.head]].arrival_s)
-    if start_s > until_s:
-        return False
-    n.now_s = start_s
-    if start_s > n.rested_s + JOIN_S:
+    n.now_s, n.due_s = n.due_s, UNKNOWN
+    if n.running + n.filling == 0:
+        _awake(state)
+        _admit(state, table, limits)
+        return
+    if n.filling > 0:
+        _fill(state, table, limits)
+    else:
+        _decode(state, limits, n.jump)
+    _finish(state, table, limits)
+    if n.running + n.filling == 0:
+        n.rested_s = n.now_s
+
+
+@part
+def _awake(state: State) -> None:
+    """Begin to work after a rest, in the last span of work or in another one."""
+    n = state.n
+    if n.now_s > n.rested_s + JOIN_S:
         if n.rested_s > -math.inf:
             over = state.span[state.totals[OVER]]
             over.engine, over.start_s, over.end_s = n.row, n.since_s, n.rested_s
             state.totals[OVER] += 1
-        n.since_s = start_s
-    return True
+        n.since_s = n.now_s
 
 
 @part
@@ -380,8 +437,8 @@ def _fill(state: State, table: Table, limits: Limits) -> None:
 
 
 @part
-def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: float) -> int:
-    """Return how many decode iterations pass until something else happens; 0 if the first ends after `until_s`."""
+def _jump(state: State, table: Table, costs: Costs, limits: Limits) -> int:
+    """Return how many decode iterations pass until something else happens."""
     n = state.n
     most = _iterations_with_blocks(state, limits, state.heap[0] // STRIDE - n.iteration)
     if n.queued > 0 and n.running < limits.max_sequences:
@@ -391,7 +448,7 @@ def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: flo
             if n.now_s + _decode_s(state, costs, before) < arrival_s:
                 before += 1
             most = min(most, before)
-    return _iterations_until(state, costs, most, until_s)
+    return most
 
 
 @part
@@ -419,7 +476,7 @@ def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> 
     n, now_s = state.n, state.n.now_s
     if now_s + _decode_s(state, costs, most) <= until_s:
         return most
-    growth_s = costs.context_s[_way(state, costs)] * n.running * n.slowdown
+    growth_s = costs.context_s[n.way] * n.running * n.slowdown
     first_s = _decode_s(state, costs, 1) - growth_s / 2
     wait_s = max(until_s - now_s, 0.0)
     root = 2 * wait_s / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * wait_s))
@@ -435,8 +492,7 @@ def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> 
 @part
 def _decode_s(state: State, costs: Costs, iterations: int) -> float:
     """Return the seconds of the next `iterations`; the compiled form of `rlhfless.scaling.engine_model.decode_s`."""
-    n = state.n
-    way = _way(state, costs)
+    n, way = state.n, state.n.way
     grown = iterations * n.context + n.running * iterations * (iterations - 1) / 2
     spent_s: float = (iterations * costs.iteration_s[way, n.running] + costs.context_s[way] * grown) * n.slowdown
     return spent_s
@@ -523,6 +579,11 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
     table.finished[sample], table.truncated[sample] = True, table.sample[sample].cut
     table.complete_s[group] = max(table.complete_s[group], n.now_s)
     table.left[group] -= 1
+    if table.left[group] == 0:
+        step = table.step[group]
+        table.awaited[step] -= 1
+        if table.awaited[step] == 0:
+            state.totals[STOPPED] = 1
 
 
 @part

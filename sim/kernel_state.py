@@ -19,6 +19,9 @@ Records = npt.NDArray[np.void]
 SPANS = 1024
 """Spans of work that a pool keeps before they are fetched."""
 
+UNKNOWN = -1.0
+"""The time of an engine's next event after a change from outside."""
+
 SAMPLE = np.dtype(
     [
         ("prompt", np.int64),
@@ -37,6 +40,9 @@ SAMPLE = np.dtype(
 ENGINE = np.dtype(
     [
         ("now_s", np.float64),
+        ("due_s", np.float64),  # end of its next event; infinite: it has none; UNKNOWN: to be computed
+        ("jump", np.int64),  # decode iterations of that event; 0: a sequence prefills, or it is idle
+        ("way", np.int64),  # in which they run, see Costs
         ("slowdown", np.float64),
         ("since_s", np.float64),  # start of its last span of work
         ("rested_s", np.float64),  # end of that span, unless it is working; -inf before the first
@@ -98,6 +104,9 @@ class Table(NamedTuple):
     depth: Ints  # [nodes]: tokens of each that can be cached, counted from the first
     left: Ints  # [nodes]: of a prompt, its unfinished samples
     complete_s: Floats  # [nodes]: when the last of its finished samples ended
+    step: Ints  # [nodes]: the number of its step's rows
+    awaited: Ints
+    """`[steps]`: complete groups until all engines stop, see `kernel.run`."""
 
     @property
     def prompt(self) -> Ints:
@@ -121,8 +130,9 @@ class Table(NamedTuple):
 
     def part(self, samples: slice, nodes: slice) -> Table:
         """Return views of these rows."""
-        by_node = self.parent, self.depth, self.left, self.complete_s
+        by_node = self.parent, self.depth, self.left, self.complete_s, self.step
         columns: list[Any] = [*(column[samples] for column in self[:6]), *(column[nodes] for column in by_node)]
+        columns.append(self.awaited)
         return Table(*columns)
 
     def copied(self) -> Table:
@@ -130,8 +140,9 @@ class Table(NamedTuple):
         return Table(*columns)
 
 
-def table_of(samples: int, nodes: int) -> Table:
-    """Create empty rows for `samples` samples and `nodes` prompts and shared prefixes."""
+def table_of(samples: int, nodes: int, steps: int = 1) -> Table:
+    """Create empty rows for `steps` steps of `samples` samples and `nodes` prompts and shared prefixes each."""
+    samples, nodes, step = steps * samples, steps * nodes, np.repeat(np.arange(steps), nodes)
     return Table(
         sample=np.zeros(samples, dtype=SAMPLE),
         tokens=np.zeros(samples, dtype=np.int64),
@@ -143,6 +154,8 @@ def table_of(samples: int, nodes: int) -> Table:
         depth=np.zeros(nodes, dtype=np.int64),
         left=np.zeros(nodes, dtype=np.int64),
         complete_s=np.zeros(nodes),
+        step=step,
+        awaited=np.zeros(steps, dtype=np.int64),
     )
 
 
@@ -161,7 +174,7 @@ class Pool(NamedTuple):
     evicts: Ints  # [engines, nodes]: the `taken` at which these start to be reused, the last of them first
     ended: Ints  # [samples]: samples that ended, in order, during the current advance
     span: Records  # [SPANS] of SPAN: past work
-    totals: Ints  # [2]: number of ended samples, number of spans
+    totals: Ints  # [3]: number of ended samples, number of spans, and whether all awaited groups of a step are complete
 
 
 class State(NamedTuple):
@@ -188,9 +201,10 @@ def pool_of(engines: int, limits: Limits, samples: int, nodes: int) -> Pool:
     def columns(width: int) -> Ints:
         return np.empty((engines, width), dtype=np.int64)
 
-    sequences = limits.max_sequences
+    sequences, engine = limits.max_sequences, np.zeros(engines, dtype=ENGINE)
+    engine["due_s"] = np.inf
     return Pool(
-        engine=np.zeros(engines, dtype=ENGINE),
+        engine=engine,
         heap=columns(sequences),
         filling=columns(sequences),
         left=columns(sequences),
@@ -202,5 +216,5 @@ def pool_of(engines: int, limits: Limits, samples: int, nodes: int) -> Pool:
         evicts=np.zeros((engines, nodes), dtype=np.int64),
         ended=np.empty(samples, dtype=np.int64),
         span=np.empty(SPANS, dtype=SPAN),
-        totals=np.zeros(2, dtype=np.int64),
+        totals=np.zeros(3, dtype=np.int64),
     )

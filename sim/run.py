@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from rlhfless.fleet.pool import ReplicaPool
@@ -29,8 +30,7 @@ from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.batches import CountedBatches
 from rlhfless.sim.billing import MemoryTrace
 from rlhfless.sim.cluster import NO_FAULTS, SimulatedCluster, SimulatedFaults, version_of
-from rlhfless.sim.counted import CountedSamples
-from rlhfless.sim.counted_prompts import CountedJournal, CountedPrompts
+from rlhfless.sim.counted import CountedRolloutRequest, CountedSamples
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.known import SetupEngines, SetupLedger
@@ -38,7 +38,7 @@ from rlhfless.sim.samples import RolloutBatch, StepProgress
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.strict import StrictRunner
 from rlhfless.sim.virtual_loop import VirtualLoop, run_virtual, waiting
-from rlhfless.spec import PartialSpec, RunSpec
+from rlhfless.spec import RunSpec
 from rlhfless.util.tasks import gather_or_cancel
 
 SPEC = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
@@ -49,10 +49,9 @@ class NoEnd(RuntimeError):
     """A run has not ended by the virtual time at which it must."""
 
 
-def spec_of(setup: Setup, last: RolloutBatch, call_limit_s: float = LONG_S) -> RunSpec:
-    """Return the spec of a run, whose last step has the batch `last`. `call_limit_s`: after which a call that is not
-    generation times out."""
-    spec = RunSpec.model_validate(SPEC | {"steps": last.step, "prompts_per_step": last.groups})
+def spec_of(setup: Setup, steps: int, call_limit_s: float = LONG_S) -> RunSpec:
+    """Return the spec of a run. `call_limit_s`: after which a call that is not generation times out."""
+    spec = RunSpec.model_validate(SPEC | {"steps": steps})
     timeouts = spec.timeouts.model_copy(
         update=dict.fromkeys(("start_s", "drain_s", "generate_s"), LONG_S)
         | dict.fromkeys(("call_s", "sync_s"), call_limit_s)
@@ -79,12 +78,9 @@ class LearnedStep:
     """A step that has ended. Its arrays may be used again by later steps."""
 
     record: StepRecord
-    batch: RolloutBatch
-    """Its groups with all their samples, including those that earlier steps have generated."""
     groups: tuple[int, ...]
-    """The groups of `batch` that it has learned from."""
+    """The groups that it has learned from."""
     progress: StepProgress
-    """Of the samples that it has generated."""
 
 
 OnStep = Callable[[LearnedStep], None]
@@ -96,7 +92,13 @@ class SimulatedRun(RLRun):
 
     engines: StepEngines
     setup: Setup
+    rollouts: Mapping[int, RolloutBatch]
     on_step: OnStep
+
+    def _request_of(self, step: int) -> Any:
+        batch = self.rollouts[step]
+        prompts = tuple(SimpleNamespace(prompt_id=name) for name in batch.prompt_ids)
+        return CountedRolloutRequest(self.call(step), batch, prompts)
 
     def generate(self, request: Any, *, again: bool = False) -> Any:
         stage: Any = super().generate(request, again=again)
@@ -104,16 +106,13 @@ class SimulatedRun(RLRun):
         return stage
 
     def samples_of(self, request: Any) -> Any:
-        journal: Any = self.journal
-        return CountedSamples(request, self.engines, journal, len(self.generation.allocations))
+        return CountedSamples(request, self.engines, len(self.generation.allocations))
 
     def close_step(self, record: StepRecord, batch: Any) -> None:
         """See RLRun."""
-        stage: Any = self.under_way[record.step].stage
-        progress = stage.samples.progress
         super().close_step(record, batch)
-        self.journal.forget(record.step)
-        self.on_step(LearnedStep(record, batch.packed.batch, tuple(batch.packed.groups), progress))
+        self.on_step(LearnedStep(record, tuple(batch.packed.groups), batch.progress))
+        self.engines.end(record.step)
 
 
 class NoSinks:
@@ -157,8 +156,6 @@ def simulate(
     seconds, ValueError for a response beyond `max_tokens`, and the errors from which a live run would recover.
     """
     first = batches[0].step
-    if isinstance(setup.schedule, PartialSpec):
-        _check_mixed(batches)
     for number, batch in enumerate(batches, first):
         if batch.step != number:
             raise ValueError(
@@ -172,14 +169,6 @@ def simulate(
     return run_virtual(_simulate(setup, policy, prices, batches, on_step, strict, faults, call_limit_s, limit_s))
 
 
-def _check_mixed(batches: Sequence[RolloutBatch]) -> None:
-    """Raise ValueError for batches that `partial` cannot mix."""
-    if any(len(batch.tree) for batch in batches):
-        raise ValueError("schedule partial mixes the prompts of steps, whose shared prefixes are not known")
-    if len({batch.groups for batch in batches}) > 1:
-        raise ValueError("schedule partial needs batches of equal numbers of groups")
-
-
 async def _simulate(
     setup: Setup,
     policy: Policy,
@@ -191,9 +180,9 @@ async def _simulate(
     call_limit_s: float,
     limit_s: float,
 ) -> Trace:
-    engines = StepEngines(setup.actors, setup.links.heartbeat_s)
+    engines = StepEngines(setup.actors, setup.links.heartbeat_s, batches, 1 + setup.schedule.steps_ahead)
     _advance_engines(engines, limit_s)
-    spec = spec_of(setup, batches[-1], call_limit_s)
+    spec = spec_of(setup, batches[-1].step, call_limit_s)
     writer = MemoryTrace()
     ledger = SetupLedger(writer, prices, setup)
     devices, call = SimulatedDevices(setup), Call("simulated", 1, 0)
@@ -206,13 +195,11 @@ async def _simulate(
     scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))
     if strict:
         scaler.runner = StrictRunner(policy, fleet, ledger.add_decision, lambda: ledger.calls + engines.tokens)
-    prompts: Any = CountedPrompts(batches)
     run = SimulatedRun(
-        run_id="simulated", attempt=1, spec=spec, order=prompts, held_out=(), pools=pools, ledger=ledger,
-        sinks=NoSinks(), journal=CountedJournal(), checkpoints=None,
-        weights=ActorWeights(pools[FunctionName.GENERATION], spec),
-        scaler=scaler, history=prompts, busy_cores=None, engines=engines, setup=setup, on_step=on_step,
-        batches=CountedBatches(),
+        run_id="simulated", attempt=1, spec=spec, order=None, held_out=(), pools=pools, ledger=ledger,
+        sinks=NoSinks(), journal=None, checkpoints=None, weights=ActorWeights(pools[FunctionName.GENERATION], spec),
+        scaler=scaler, history=None, busy_cores=None, engines=engines, setup=setup, on_step=on_step,
+        batches=CountedBatches(engines), rollouts={batch.step: batch for batch in batches},
     )  # fmt: skip
     run.published = version_of(0)
     await _start_under_way(run)

@@ -98,6 +98,7 @@ class Rows:
     """Rows of the engines' table, used by one step after another."""
 
     table: Table
+    number: int
     samples: slice
     nodes: slice
 
@@ -142,9 +143,9 @@ class Rows:
 
 def rows_of(steps: int, samples: int, nodes: int) -> list[Rows]:
     """Create the rows of one table for `steps` steps of `samples` samples and `nodes` prompts and prefixes each."""
-    table = table_of(steps * samples, steps * nodes)
+    table = table_of(samples, nodes, steps)
     return [
-        Rows(table, slice(step * samples, (step + 1) * samples), slice(step * nodes, (step + 1) * nodes))
+        Rows(table, step, slice(step * samples, (step + 1) * samples), slice(step * nodes, (step + 1) * nodes))
         for step in range(steps)
     ]
 
@@ -172,6 +173,17 @@ class StepProgress:
         """`[groups of whole]`: deferred to a later step."""
         if batch.selected is not None:
             self.table.tokens[:] = batch.selected.drawn_tokens
+        ready = self.whole.groups - batch.groups
+        self.await_groups(max((batch.groups if batch.selected is None else batch.selected.learns) - ready, 1))
+
+    @property
+    def awaited(self) -> int:
+        """The number of complete groups at which engines stop; 0 or less when they have."""
+        return int(self.table.awaited[self.at.number])
+
+    def await_groups(self, count: int) -> None:
+        """Let the engines stop when `count` more groups are complete (rlhfless.sim.kernel.run)."""
+        self.table.awaited[self.at.number] = count
 
     @property
     def finished(self) -> Flags:

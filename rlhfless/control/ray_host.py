@@ -278,7 +278,7 @@ async def report_to_service(service_url: str, token: str) -> None:
         if answer.is_error:
             print(f"the service refuses the report of this host: {answer.text[:500]}", flush=True)
         elif leaving := HostAnswer.model_validate_json(answer.content).leaving:
-            from rlhfless.fleet.heartbeat import drain_nodes
+            from rlhfless.fleet.leaving_watch import drain_nodes
 
             await asyncio.to_thread(drain_nodes, leaving)
 

@@ -21,8 +21,9 @@ from rlhfless.fleet.each_node import (
     remove_folders,
     targets,
 )
-from rlhfless.fleet.heartbeat import HEARTBEATS_PER_LEASE, LeaseRenewal, LeavingWatch
-from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
+from rlhfless.fleet.heartbeat import HEARTBEATS_PER_LEASE, LeaseRenewal
+from rlhfless.fleet.leaving_watch import LeavingWatch
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.turns import Turns
 from rlhfless.functions.calls import Call
@@ -32,9 +33,9 @@ from rlhfless.orchestrator.launch import devices_wanted, launch_of, pools_of, re
 from rlhfless.orchestrator.learner_size import size_of
 from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
 from rlhfless.orchestrator.prompt_selection import PromptHistory
-from rlhfless.orchestrator.recovery import clear
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.run_scaler import scaler_of
+from rlhfless.orchestrator.start_run import start_run, stop_functions
 from rlhfless.orchestrator.supervised import SupervisedRun
 from rlhfless.orchestrator.token_batches import TokenBatches
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding
@@ -42,13 +43,12 @@ from rlhfless.planning.preflight import Prepared
 from rlhfless.planning.resolve import resolve
 from rlhfless.prepare.prompt_order import order_of
 from rlhfless.records import Decision, FunctionName, FunctionRole
-from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
+from rlhfless.records.checkpoints import Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
 from rlhfless.records.ledger import JOURNAL_FILE as JOURNAL_FILE
 from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.function_specs import name_of, place_run, publisher_of
-from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
@@ -231,9 +231,8 @@ async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool
 
 
 async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
-    await gather_or_cancel(*(pool.close() for pool in pools))
     try:
-        await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
+        await stop_functions(pools)
     finally:
         await devices.close()
 
@@ -246,11 +245,7 @@ async def _begin(
     turns: Sequence[Turns],
     earlier: Sequence[Decision],
 ) -> int:
-    """Start the fleet, and return the first step. `earlier`: the decisions of earlier attempts.
-
-    A resumed run retries after a fault, up to `recovery.per_step` times. A first attempt does not, because it would
-    fail again.
-    """
+    """Start the fleet, and return the first step. `earlier`: the decisions of earlier attempts."""
     left = await cluster.running(f"{run.run_id}-")
     await devices.adopt()
     if run.learner_size is not None:
@@ -258,71 +253,4 @@ async def _begin(
     await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools.values()))
     await devices.settle()
     await gather_or_cancel(*(each.put_all_to_sleep(run.call(0)) for each in turns))
-    tries = session.spec.recovery.per_step if run.attempt > 1 else 0
-    while True:
-        try:
-            return await _start(session, run)
-        except RECOVERABLE as fault:
-            if not tries or is_stopping():
-                raise
-            tries -= 1
-            log.warning("start failed; retrying (%d tries left): %s", tries, fault)
-            await clear(run, run.call(0))
-
-
-async def start_functions(run: RLRun, actors: int) -> None:
-    """Start the minimum of replicas that a run needs, in parallel, except that engines on shared GPUs start last.
-
-    An engine that measures free memory counts concurrent allocations of other processes as its own.
-    """
-    others = (*run.helpers, *run.trainers.pools)
-    ready = [pool.ready(run.call(0)) for pool in others]
-    engines = [(run.generation, actors)]
-    if run.prefill is not None:
-        engines.append((run.prefill, run.prefill.bounds.fewest))
-    if any(_on_one_gpu(pool, others) for pool, _ in engines):
-        await gather_or_cancel(*ready)
-        ready = []
-    await gather_or_cancel(*(pool.fill(fewest) for pool, fewest in engines), *ready)
-
-
-def _on_one_gpu(pool: ReplicaPool, others: Sequence[ReplicaPool]) -> bool:
-    def gpus(pool: ReplicaPool) -> set[str]:
-        devices = (device for allocation in pool.allocations for device in allocation.devices)
-        return {device.name for device in devices if device.kind != CPU_KIND}
-
-    return any(gpus(pool) & gpus(other) for other in others)
-
-
-async def _start(session: Session, run: BaseRun) -> int:
-    """Start the missing replicas, load the weights to continue from, and return the first step."""
-    step = await (_start_rl(session, run) if isinstance(run, RLRun) else _start_learning(session, run))
-    if step:
-        session.console.show(f"resumed after step {step}, attempt {run.attempt}")
-    return step + 1 if step else 0
-
-
-async def _start_learning(session: Session, run: BaseRun) -> int:
-    """Start a run without actors, and return the last learned step."""
-    with session.console.waiting("starting the learner and helpers"):
-        await gather_or_cancel(*(pool.ready(run.call(0)) for pool in (*run.helpers, *run.trainers.pools)))
-    with session.console.waiting("loading the weights to continue from"):
-        return await run.restore()
-
-
-async def _start_rl(session: Session, run: RLRun) -> int:
-    """Start a run with actors, load the weights into them, and return the last learned step."""
-    actors = session.spec.scaling.generation.min_actors
-    with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
-        await start_functions(run, actors)
-    with session.console.waiting("loading the weights into the engines"):
-        step = await run.restore()
-        await run.open_weights(step)
-        newest = run.checkpoints.newest()
-        if newest and newest.notes.digest != run.published.version.digest:
-            raise CheckpointError(
-                f"{newest.location} was saved with weights {newest.notes.digest}, and gives "
-                f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
-            )
-        await run.weights.sync(run.published, run.call(step))
-    return step
+    return await start_run(run, session.console)

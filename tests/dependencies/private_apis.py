@@ -17,7 +17,11 @@ ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
 ATTENTION, CHECK = "functions/prefix_attention.py", "functions/attention_check.py"
 PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_kernels.py"
-CLUSTER, SESSION, LEAVING = "rlhfless/fleet/cluster.py", "rlhfless/fleet/ray_session.py", "rlhfless/fleet/heartbeat.py"
+CLUSTER, SESSION, LEAVING = (
+    "rlhfless/fleet/cluster.py",
+    "rlhfless/fleet/ray_session.py",
+    "rlhfless/fleet/leaving_watch.py",
+)
 TENSORBOARD, PODS = "rlhfless/telemetry/tensorboard.py", "rlhfless/control/pods.py"
 RAY_FOLDER = "rlhfless/fleet/private_ray.py"
 LEAVE_NODE, RAY_JOBS = "rlhfless/fleet/leave_node.py", "rlhfless/control/drivers.py"

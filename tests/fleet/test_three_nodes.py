@@ -22,8 +22,8 @@ from fakes.fake_function import stand_in_run
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.each_node import ask_each_node
-from rlhfless.fleet.heartbeat import LeavingWatch, drain_nodes
 from rlhfless.fleet.leave_node import INSTANCE
+from rlhfless.fleet.leaving_watch import LeavingWatch, drain_nodes
 from rlhfless.fleet.protocols import NoDevices
 from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.run_devices import RunDevices

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless.fleet.heartbeat import LeavingWatch
+from rlhfless.fleet.leaving_watch import LeavingWatch
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import TrainerPools
 from rlhfless.orchestrator.host import Host

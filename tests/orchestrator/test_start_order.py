@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless.orchestrator.session import start_functions
+from rlhfless.orchestrator.start_run import start_functions
 from rlhfless.scaling.placement import Allocation, Device
 
 

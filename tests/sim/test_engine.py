@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel, SimulatedEngine
-from rlhfless.sim.samples import RolloutBatch, StepProgress
+from rlhfless.sim.samples import RolloutBatch, StepProgress, rows_of
 
 MODEL = LinearModel()
 PRICES = PricedModel(MODEL, 64)
@@ -325,3 +325,46 @@ def test_makespan_is_at_least_the_longest_response_alone(scenario: Scenario) -> 
         )
     )
     assert engine.now_s >= alone_s * (1 - EXACT)
+
+
+def two_steps(first: RolloutBatch, second: RolloutBatch, shape: EngineShape, engines: int) -> list[SimulatedEngine]:
+    """Submit two steps to the same engines, sample by sample in turn, and return the engines of each step."""
+    batches = [first, second]
+    samples, nodes = max(b.samples for b in batches), max(b.groups + len(b.tree) for b in batches)
+    rows = rows_of(2, samples, nodes)
+    pool = EnginePool(shape, PRICES, rows[0].table, range(engines))
+    opened = []
+    for batch, of in zip(batches, rows, strict=True):
+        progress = StepProgress(batch, 0.0, of)
+        for slot in range(engines):
+            engine = pool.open(slot, progress, 0.0, 1.0 + 0.1 * slot)
+            engine.submit(everything(batch)[slot::engines], 0.0)
+            opened.append(engine)
+    return opened
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenarios(with_cuts=False), scenarios(with_cuts=False), st.integers(1, 3))
+def test_engines_that_run_in_the_order_of_time_stop_at_the_end_of_a_step(
+    first: Scenario, second: Scenario, engines: int
+) -> None:
+    """Run alone, one after the other, they go further, and find the same times."""
+    longest = max(int((s.batch.prompt_tokens[s.batch.group] + s.batch.response_tokens).max()) for s in (first, second))
+    shape = replace(first.shape, kv_blocks=max(first.shape.kv_blocks, -(-longest // first.shape.block_tokens)))
+    alone, together = (two_steps(first.batch, second.batch, shape, engines) for _ in range(2))
+    alone[0]._pool.advance(math.inf)
+    pool, ends_s = together[0]._pool, []
+    pool.run(math.inf)
+    while pool.stopped:
+        steps = {id(engine.progress): engine.progress for engine in together}.values()
+        ends_s.append(max(step.table.finish_s.max() for step in steps if not step.unfinished))
+        assert all(engine.now_s <= ends_s[-1] for engine in together)
+        assert pool.next_s >= ends_s[-1]
+        assert max(step.table.finish_s[step.finished].max(initial=0.0) for step in steps) == ends_s[-1]
+        pool.run(math.inf)
+    finish_s = [engine.progress.table.finish_s for engine in alone]
+    earlier, later = sorted([finish_s[0].max(), finish_s[-1].max()])
+    expected = [earlier] if later == pytest.approx(earlier, rel=EXACT) else [earlier, later]
+    assert ends_s == pytest.approx(expected, rel=EXACT)
+    for one, other in zip(alone, together, strict=True):
+        assert other.progress.table.finish_s == pytest.approx(one.progress.table.finish_s, rel=EXACT)
