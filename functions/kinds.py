@@ -132,11 +132,30 @@ PREFILL = FunctionSpec(
     engine_phases,
 )
 
+# The environment.
+
+
+def _environment(spec: RunSpec) -> ReplicaRequest | None:
+    if spec.environment is None:
+        return None
+    return ReplicaRequest(FunctionName.ENVIRONMENT, Site.CPU, devices=spec.environment.cores)
+
+
+ENVIRONMENT = FunctionSpec(
+    FunctionName.ENVIRONMENT,
+    FunctionRole.ANSWERS,
+    "rlhfless.functions.environment.deployment:EnvironmentFunction",
+    _environment,
+    lambda _: Bounds(),
+)
+
 # Scores: rewards on CPU cores, and reward models.
 
 
 def _scoring(spec: RunSpec) -> ReplicaRequest | None:
-    return None if spec.supervised else ReplicaRequest(FunctionName.SCORING, Site.CPU, devices=spec.scoring.workers)
+    if spec.supervised or not spec.rewards:
+        return None
+    return ReplicaRequest(FunctionName.SCORING, Site.CPU, devices=spec.scoring.workers)
 
 
 def _reward_model(spec: RunSpec) -> ReplicaRequest | None:

@@ -31,6 +31,7 @@ from rlhfless.functions.generation.engine import (
     engine_class,
 )
 from rlhfless.functions.generation.engine_log import log_file
+from rlhfless.functions.generation.episodes import EpisodeRollouter, EpisodeSettings
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
     GenerationEvent,
@@ -68,6 +69,8 @@ class GenerationSettings(FunctionSettings):
     planned: Planned = field(default_factory=dict)
     import_paths: tuple[str, ...] = ()
     """Folders from which to import a user-defined engine: the driver's `sys.path`."""
+    episodes: EpisodeSettings | None = None
+    """None in a run without an environment."""
 
 
 class WrongVersion(RuntimeError):
@@ -93,6 +96,7 @@ class GenerationFunction(Function):
             run_folder=str(launch.run_folder.absolute()),
             planned=launch.planned(kind, allocation),
             import_paths=import_paths(),
+            episodes=EpisodeSettings.of(spec),
         )
 
     async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
@@ -116,6 +120,8 @@ class GenerationFunction(Function):
         self._runs: dict[RequestRun, int] = {}
         """Running requests, each with the attempt that asked."""
         self._cached = CachedBlocks(self._engine.block_tokens)
+        episodes = settings.episodes
+        self._rollouter = None if episodes is None else EpisodeRollouter(episodes, episodes.chat_format())
 
     @admitted
     async def describe(self, _: Call) -> CallResult[ReplicaInfo]:
@@ -187,7 +193,7 @@ class GenerationFunction(Function):
         """
         self.admit(call)
         await self._require_version(request)
-        run = RequestRun(self._engine, request, self.incarnation, self._cached)
+        run = RequestRun(self._engine, request, call, self.incarnation, self._cached, self._rollouter)
         self._runs[run] = call.attempt
         try:
             with self._engine_faults("generation"):

@@ -38,6 +38,8 @@ class SampleItem:
     sample_index: int
     prompt_token_ids: tuple[int, ...]
     seed: int
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's columns, for an environment; empty without one."""
     prior: Rollout | None = None
     """The aborted rollout to resume: its tokens are kept, whichever actor generated them, except the last, which is
     generated again."""
@@ -64,6 +66,8 @@ class GenerateRequest:
     """Also accept a newer version, loaded since the request was made."""
     earlier: Mapping[str, tuple[IntArray, ...]] = field(default_factory=dict)
     """By prompt ID: SampleRequest.earlier."""
+    environment: str = ""
+    """The environment replica with the samples' sessions; empty in a run without an environment."""
 
 
 @dataclass(frozen=True, slots=True)

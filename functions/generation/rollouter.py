@@ -1,56 +1,114 @@
-"""Rollouters turn a prompt into a finished sample, between the samples of a request and the engine.
+"""Rollouters turn a prompt into a finished response, between the samples of a request and the engine.
 
-A rollouter calls `draw` once or several times; each call returns one model response to the tokens so far. A
-multi-turn rollouter inserts an environment's tokens between two calls.
+A rollouter calls `generate` once or several times; each call returns one model response to the tokens so far. That of
+several turns is in rlhfless.functions.generation.episodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from rlhfless.functions.generation.engine import Sampled
-from rlhfless.functions.generation.messages import SampleItem
-from rlhfless.records import VersionSpan
+import numpy as np
+import numpy.typing as npt
 
-Draw = Callable[[tuple[int, ...], int], Awaitable[Sampled]]
-"""`draw(token_ids, drawn_tokens)` returns the model's response to `token_ids` with the item's seed and the request's
-sampling; the last `drawn_tokens` of them were generated earlier with that seed and count against `max_tokens`."""
+from rlhfless.functions.calls import Call
+from rlhfless.functions.generation.engine import Sampled
+from rlhfless.functions.generation.messages import GenerateRequest, SampleItem
+from rlhfless.records import Episode, VersionSpan
+
+
+class Generate(Protocol):
+    """Generates one turn of a sample."""
+
+    async def __call__(
+        self, token_ids: tuple[int, ...], *, seed: int, max_tokens: int, generated: int, response: int
+    ) -> Sampled:
+        """Return the model's turn after `token_ids`, with the request's sampling.
+
+        The last `generated` of them were generated earlier with this seed, and count against `max_tokens`. The last
+        `response` of them are the sample's response so far.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleTask:
+    """One sample of a request on this actor."""
+
+    item: SampleItem
+    request: GenerateRequest
+    call: Call
+    generate: Generate
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the sample is to leave this actor; `generate` then returns at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """The whole response of a sample, including an earlier actor's tokens."""
+
+    sampled: Sampled
+    episode: Episode | None = None
 
 
 class Rollouter(Protocol):
     """Generates one sample, in one turn or several."""
 
-    async def finish(self, item: SampleItem, draw: Draw) -> Sampled:
-        """Return the whole response of a sample, including an earlier actor's tokens. Raises the errors of `draw`."""
+    async def finish(self, task: SampleTask) -> Response:
+        """Return the response of a sample. Raises the errors of `generate`."""
         ...
 
 
-def kept_tokens(item: SampleItem) -> int:
-    """Return how many tokens of an earlier actor a sample keeps: all but the last.
+@dataclass(frozen=True, slots=True)
+class PriorTurn:
+    """What an earlier actor generated of a turn."""
 
-    The last is generated again to verify that both engines agree (rlhfless.orchestrator.in_flight_samples.Replayed).
-    """
-    return 0 if item.prior is None else max(0, len(item.prior.token_ids) - 1)
+    token_ids: tuple[int, ...] = ()
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    version_spans: Sequence[VersionSpan] = ()
+    text: str = ""
+
+    @property
+    def kept(self) -> int:
+        """Number of tokens that are kept: all but the last, which is generated again to verify that both engines agree
+        (rlhfless.orchestrator.in_flight_samples.Replayed)."""
+        return max(0, len(self.token_ids) - 1)
+
+
+async def continued(
+    generate: Generate, context: tuple[int, ...], prior: PriorTurn, *, seed: int, max_tokens: int, response: int = 0
+) -> Sampled:
+    """Return a turn of which an earlier actor generated the beginning. `response`: response tokens in `context`."""
+    kept = prior.kept
+    rest = await generate(
+        context + prior.token_ids[:kept], seed=seed, max_tokens=max_tokens, generated=kept, response=response + kept
+    )
+    # A turn aborted while queued has generated nothing, and loses nothing.
+    if not rest.token_ids and prior.token_ids:
+        kept, rest = len(prior.token_ids), replace(rest, text=prior.text)
+    before = (VersionSpan(s.version, s.start, min(s.end, kept)) for s in prior.version_spans if s.start < kept)
+    moved = (VersionSpan(s.version, s.start + kept, s.end + kept) for s in rest.version_spans)
+    return replace(
+        rest,
+        token_ids=(*prior.token_ids[:kept], *rest.token_ids),
+        logprobs=(*prior.logprobs[:kept].tolist(), *rest.logprobs),
+        version_spans=(*before, *moved),
+    )
 
 
 class SingleTurn:
     """Generates one response to the prompt, resuming where an earlier actor stopped."""
 
-    async def finish(self, item: SampleItem, draw: Draw) -> Sampled:
-        prior, kept = item.prior, kept_tokens(item)
-        if prior is None:
-            return await draw(item.prompt_token_ids, 0)
-        rest = await draw(item.prompt_token_ids + tuple(map(int, prior.token_ids[:kept])), kept)
-        # A sample aborted while queued has generated nothing, and loses nothing.
-        if not rest.token_ids:
-            kept, rest = len(prior.token_ids), replace(rest, text=prior.text)
-        before = (VersionSpan(s.version, s.start, min(s.end, kept)) for s in prior.version_spans if s.start < kept)
-        moved = (VersionSpan(s.version, s.start + kept, s.end + kept) for s in rest.version_spans)
-        return replace(
-            rest,
-            token_ids=(*map(int, prior.token_ids[:kept]), *rest.token_ids),
-            logprobs=(*prior.logprobs[:kept].tolist(), *rest.logprobs),
-            version_spans=(*before, *moved),
+    async def finish(self, task: SampleTask) -> Response:
+        """See Rollouter."""
+        item, prior = task.item, PriorTurn()
+        if item.prior is not None:
+            tokens = tuple(map(int, item.prior.token_ids))
+            prior = PriorTurn(tokens, item.prior.logprobs, item.prior.version_spans, item.prior.text)
+        max_tokens = task.request.sampling.max_tokens
+        return Response(
+            await continued(task.generate, item.prompt_token_ids, prior, seed=item.seed, max_tokens=max_tokens)
         )

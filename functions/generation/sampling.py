@@ -7,10 +7,11 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfless.functions.calls import CallUsage, Reply
+from rlhfless.functions.calls import Call, CallUsage, Reply
 from rlhfless.functions.generation.engine import (
     Engine,
     EngineError,
@@ -27,11 +28,30 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
     StreamEnd,
 )
-from rlhfless.functions.generation.rollouter import Rollouter, SingleTurn, kept_tokens
+from rlhfless.functions.generation.rollouter import Response, Rollouter, SampleTask, SingleTurn
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.records.ledger import added
 from rlhfless.util.text import storable
+
+NOTHING_SAMPLED = Sampled("", (), (), FinishReason.ABORT, (), 0, "")
+"""What a sample that is to leave generates."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A sample that has not ended."""
+
+    name: str
+    turn: int = 0
+    """Number of the turn in the engine, from 1; 0 before the first."""
+    tokens: int = 0
+    """Response tokens, without those that the engine generates now."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.name}-{self.turn}"
 
 
 class RequestRun:
@@ -41,12 +61,14 @@ class RequestRun:
         self,
         engine: Engine,
         request: GenerateRequest,
+        call: Call,
         incarnation: str,
         cached: CachedBlocks | None = None,
         rollouter: Rollouter | None = None,
     ) -> None:
         """`cached`: the prompts that the engine computed before this request, used only to count evictions."""
         self._engine = engine
+        self._call = call
         self._rollouter = rollouter or SingleTurn()
         self._request = request
         self._incarnation = incarnation
@@ -54,16 +76,17 @@ class RequestRun:
         self._missing = Counter(item.prompt_id for item in request.items)
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._missing}
         self._usage = CallUsage(version=request.version)
-        self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
-        self._brought = {item.key: kept_tokens(item) for item in request.items}
-        """Tokens that each sample keeps from another engine, excluding the last, which is generated again and
-        compared."""
+        self._name = f"{incarnation}-{id(self):x}"
+        self._running: dict[SampleKey, _Running] = {}
+        """Samples that have not ended."""
         self._earlier = dict(request.earlier)
         """For prompts without a submitted sample."""
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
         items = () if cached is None else request.items
         self._expected = {item.key: cached.add(item.prompt_token_ids) for item in items} if cached is not None else {}
         """Tokens of each sample that are cached when it is admitted, unless they were evicted."""
+        for number, item in enumerate(request.items):
+            self._running[item.key] = _Running(f"{self._name}-{number}")
         self._tasks = [asyncio.create_task(self._sample(item)) for item in request.items]
 
     async def events(self) -> AsyncIterator[GenerationEvent]:
@@ -89,57 +112,70 @@ class RequestRun:
 
     async def abort(self, keys: Sequence[SampleKey] | None) -> int:
         """Ask the engine to stop samples; `events` still yields each, with its tokens so far."""
-        chosen = self._ids.keys() if keys is None else self._ids.keys() & set(keys)
-        ids = [self._ids[key] for key in chosen]
-        await self._engine.abort(ids)
-        return len(ids)
+        chosen = [each for key, each in self._running.items() if keys is None or key in keys]
+        for running in chosen:
+            running.aborted.set()
+        await self._engine.abort([running.request_id for running in chosen])
+        return len(chosen)
 
     async def cancel(self) -> None:
         """Drop the running samples; call this once no more events will be read."""
         running = [task for task in self._tasks if not task.done()]
         if running:
             with contextlib.suppress(EngineError):  # an error of the abort must not hide the cause of the cancellation
-                await self._engine.abort(list(self._ids.values()))
+                await self._engine.abort([each.request_id for each in self._running.values()])
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _sample(self, item: SampleItem) -> None:
-        started_s = time.time()
+        started_s, running = time.time(), self._running[item.key]
 
-        async def draw(token_ids: tuple[int, ...], drawn_tokens: int) -> Sampled:
-            sampled = await self._engine.sample(self._asked(item, token_ids, drawn_tokens))
-            self._count(item, sampled)
+        async def generate(
+            token_ids: tuple[int, ...], *, seed: int, max_tokens: int, generated: int, response: int
+        ) -> Sampled:
+            if running.aborted.is_set():
+                return NOTHING_SAMPLED
+            running.turn, running.tokens = running.turn + 1, response
+            request = self._asked(item, running.request_id, token_ids, seed, max_tokens, generated)
+            sampled = await self._engine.sample(request)
+            running.tokens += len(sampled.token_ids)
+            self._count(item, len(token_ids), sampled)
             return sampled
 
         try:
-            sampled = await self._rollouter.finish(item, draw)
-            self._queue.put_nowait(self._rollout(item, sampled, started_s))
+            task = SampleTask(item, self._request, self._call, generate, running.aborted)
+            response = await self._rollouter.finish(task)
+            self._queue.put_nowait(self._rollout(item, response, started_s))
         except Exception as error:
             self._queue.put_nowait(error)
+        finally:
+            del self._running[item.key]
 
-    def _asked(self, item: SampleItem, token_ids: tuple[int, ...], drawn_tokens: int) -> SampleRequest:
+    def _asked(
+        self, item: SampleItem, name: str, token_ids: tuple[int, ...], seed: int, max_tokens: int, generated: int
+    ) -> SampleRequest:
         sampling = self._request.sampling
         return SampleRequest(
-            request_id=self._ids[item.key],
+            request_id=name,
             token_ids=token_ids,
-            seed=item.seed,
-            max_tokens=sampling.max_tokens - drawn_tokens,
+            seed=seed,
+            max_tokens=max_tokens - generated,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop=sampling.stop,
             stop_token_ids=sampling.stop_token_ids,
             cache_salt=self._request.version,
-            drawn_tokens=drawn_tokens,
+            drawn_tokens=generated,
             earlier=tuple(tuple(response.tolist()) for response in self._earlier.pop(item.prompt_id, ())),
         )
 
-    def _count(self, item: SampleItem, sampled: Sampled) -> None:
+    def _count(self, item: SampleItem, context_tokens: int, sampled: Sampled) -> None:
         # A sample aborted while queued has not used the cache.
-        evicted = max(self._expected.get(item.key, 0) - sampled.cached_tokens, 0) if sampled.token_ids else 0
+        evicted = max(self._expected.pop(item.key, 0) - sampled.cached_tokens, 0) if sampled.token_ids else 0
         self._usage = CallUsage(
-            input_tokens=self._usage.input_tokens + len(item.prompt_token_ids) + self._brought[item.key],
+            input_tokens=self._usage.input_tokens + context_tokens,
             output_tokens=self._usage.output_tokens + len(sampled.token_ids),
             cached_tokens=self._usage.cached_tokens + sampled.cached_tokens,
             evicted_tokens=self._usage.evicted_tokens + evicted,
@@ -151,7 +187,8 @@ class RequestRun:
             verify_s=self._usage.verify_s + sampled.verify_s,
         )
 
-    def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
+    def _rollout(self, item: SampleItem, response: Response, started_s: float) -> Rollout:
+        sampled = response.sampled
         return Rollout(
             prompt_id=item.prompt_id,
             sample_index=item.sample_index,
@@ -165,6 +202,7 @@ class RequestRun:
             started_s=started_s if item.prior is None else item.prior.started_s,
             finished_s=time.time(),
             cached_tokens=sampled.cached_tokens,
+            episode=response.episode,
         )
 
     def _with_waiting(self, first: Rollout | BaseException) -> list[Rollout]:
@@ -194,7 +232,9 @@ class RequestRun:
 
     def _progress(self) -> Progress:
         tokens = self._engine.progress()
-        running = {key: self._brought[key] + tokens[name] for key, name in self._ids.items() if name in tokens}
+        running = {
+            key: each.tokens + tokens.get(each.request_id, 0) for key, each in self._running.items() if each.turn
+        }
         ended = {
             rollout.key: Ended(len(rollout.token_ids), rollout.finish_reason == FinishReason.LENGTH)
             for siblings in self._finished.values()

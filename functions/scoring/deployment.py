@@ -104,6 +104,7 @@ def _sample(prompt: Prompt, sample: Sample) -> RewardSample:
         columns=prompt.columns,
         prompt_id=prompt.prompt_id,
         sample_index=sample.sample_index,
+        transcript=() if sample.episode is None else sample.episode.transcript(),
         source=prompt.source,
     )
 

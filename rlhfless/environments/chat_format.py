@@ -266,6 +266,16 @@ class PlainFormat:
         return self._texts.joined(marks, [(message.text, most) for message in added])
 
 
+Format = TemplateFormat | PlainFormat
+
+
+def chat_format(
+    tokenizer: Any, end_token_ids: Sequence[int], *, template: bool, kwargs: Mapping[str, Any] | None = None
+) -> Format:
+    """Return the format of conversations with the tokenizer's chat `template`, or of plain texts."""
+    return TemplateFormat(tokenizer, end_token_ids, kwargs) if template else PlainFormat(tokenizer, end_token_ids)
+
+
 _EXAMPLE = ToolCall("probe", {"text": "a"}, "call00001")
 _OTHER = "use a model of the families in docs/environments.md"
 

@@ -103,6 +103,8 @@ class Description:
     """Whether it has `done()`."""
     snapshots: bool
     replayable: bool
+    offers: bool = False
+    """Whether it has `tools()`."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Environment:
             ends=self.has("done"),
             snapshots=self.has("snapshot"),
             replayable=bool(getattr(self.code, "replayable", False)),
+            offers=self.has("tools"),
         )
 
 

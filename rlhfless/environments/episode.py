@@ -24,7 +24,6 @@ from rlhfless.environments.trajectory import (
     ContextSegment,
     EnvironmentCall,
     EpisodeLimits,
-    EpisodeStatus,
     EpisodeTask,
     ModelSegment,
     Origin,
@@ -32,6 +31,8 @@ from rlhfless.environments.trajectory import (
     Segment,
     Trajectory,
 )
+from rlhfless.records import EpisodeStatus
+from rlhfless.util.clock import monotonic_s, unix_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ Event = Segment | EnvironmentCall | tuple[int, str, Any] | Restarted
 
 Journal = Callable[[Event], Awaitable[None]]
 """Writes an event. A call is sent, and a turn goes on, once it has returned."""
+
+
+class _SessionLost(Exception):
+    """The session of `past` is gone, and its calls cannot be repeated."""
 
 
 class _Ended(Exception):
@@ -67,18 +72,20 @@ async def play_episode(
 ) -> Trajectory:
     """Play an episode to its end. Raises only the model's and the journal's errors.
 
-    `past`: events that an earlier process has journaled. A replayable environment repeats their calls, and its answers
-    must be the same; the model generates only what is not there. Other environments start again.
+    `past`: events of another process that played the beginning. If the session is still open, or the environment is
+    replayable, the calls are repeated, and the answers must be the same; the model generates only what is not there.
+    Otherwise the episode starts again.
     """
-    clock = asyncio.get_running_loop().time
-    started_s, failures = clock(), list[str]()
+    started_s, failures = unix_s(), list[str]()
+    deadline_s = asyncio.get_running_loop().time() + limits.episode_s
     past = _since_restart(past)
-    if past and not environments.description.replayable:
-        past = await _restart(journal, "its environment is not replayable")
     while True:
         episode = _Episode(task, model, chat, environments, limits, _After(len(past), journal), failures, past)
         try:
-            status, cause = await episode.play(started_s + limits.episode_s), ""
+            status, cause = await episode.play(deadline_s), ""
+        except _SessionLost:
+            past = await _restart(journal, "its session is gone, and its environment is not replayable")
+            continue
         except EnvironmentFailed as error:
             failures.append(str(error))
             if len(failures) <= limits.retries:
@@ -93,11 +100,10 @@ async def play_episode(
             reward=None if status is EpisodeStatus.FAILED else episode.reward,
             environment=environments.description.name,
             digest=environments.description.digest,
-            branch=task.branch,
             cause=cause,
             failures=tuple(failures),
             started_s=started_s,
-            ended_s=clock(),
+            ended_s=unix_s(),
         )
 
 
@@ -142,10 +148,10 @@ class _Episode:
         self._description = environments.description
         self._environment = RecoveredEnvironment(environments, task, limits, failures)
         self._journal = journal
-        self._clock = asyncio.get_running_loop().time
         self._tools: Sequence[Any] = ()
         self._tokens: list[int] = []
         self._invalid_turns = 0
+        self._has_past = bool(past)
         self._past_turns = [event for event in past if isinstance(event, ModelSegment)]
         self._past_calls = [event for event in past if isinstance(event, EnvironmentCall)]
         self.segments: list[Segment] = []
@@ -171,6 +177,7 @@ class _Episode:
 
     async def _turns(self) -> EpisodeStatus:
         opening = await self._environment.open()
+        self._require_session()
         self._tools = opening.tools
         await self._begin(self._task.messages, opening.messages)
         while True:
@@ -194,6 +201,7 @@ class _Episode:
         last: list[tuple[ReadTurn, ModelSegment]] = []
 
         async def turn(messages: Sequence[Message]) -> Message | None:
+            self._require_session()
             try:
                 if len(self._model_turns()) >= self._limits.turns:
                     raise _Ended(EpisodeStatus.TURNS)
@@ -206,6 +214,11 @@ class _Episode:
 
         self.reward = await self._environment.play(turn)
         return ended[0] if ended else EpisodeStatus.DONE
+
+    def _require_session(self) -> None:
+        """Raise _SessionLost if the past cannot be repeated."""
+        if self._has_past and not (self._description.replayable or self._environment.resumed):
+            raise _SessionLost
 
     async def _begin(self, prompt: Sequence[Message], added: Sequence[Message]) -> None:
         given = self._chat.opening(prompt, added, self._tools, self._limits.result_tokens)
@@ -221,10 +234,10 @@ class _Episode:
             segment = replace(self._past_turns[number], reward=None)
             await self._add(segment)
             return self._chat.read(segment.token_ids, segment.generated.finish_reason, self._tools), segment
-        seed, started_s = self._task.turn_seed(number), self._clock()
+        seed, started_s = self._task.turn_seed(number), unix_s()
         generated = await self._model.generate(tuple(self._tokens), seed=seed, max_tokens=room)
         turn = self._chat.read(generated.token_ids, generated.finish_reason, self._tools)
-        segment = ModelSegment(number, seed, generated, turn.text, turn.parsed, started_s, self._clock())
+        segment = ModelSegment(number, seed, generated, turn.text, turn.parsed, started_s, unix_s())
         await self._add(segment)
         return turn, segment
 
@@ -256,12 +269,13 @@ class _Episode:
         return [tool_message(call, index, answer.text or "") for index, (call, answer) in enumerate(pairs)]
 
     async def _call(self, tool: str, arguments: Any, call_id: str | None) -> Answer:
-        number, started_s = len(self.calls) + 1, self._clock()
+        number, started_s = len(self.calls) + 1, monotonic_s()
         await self._journal((number, tool, arguments))
         answer = await self._environment.answer(number, tool, arguments)
         if number <= len(self._past_calls) and answer.digest != self._past_calls[number - 1].answer.digest:
             raise NotReplayable(number, tool)
-        call = EnvironmentCall(number, tool, arguments, answer, self._clock() - started_s, call_id)
+        turn = len(self._model_turns()) - 1
+        call = EnvironmentCall(number, turn, tool, arguments, answer, monotonic_s() - started_s, call_id)
         self.calls.append(call)
         await self._journal(call)
         return answer

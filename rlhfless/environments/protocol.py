@@ -36,6 +36,11 @@ ModelTurn = Callable[[Sequence[Message]], Awaitable[Message | None]]
 class EnvironmentSession(Protocol):
     """One episode's environment. Every method raises EnvironmentFailed."""
 
+    @property
+    def resumed(self) -> bool:
+        """Whether the session was open already, with the calls that another actor made: they are not made again."""
+        ...
+
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening: ...
 
     async def call(self, number: int, tool: str, arguments: Any) -> Answer:

@@ -38,8 +38,13 @@ class RecoveredEnvironment:
 
     async def __aenter__(self) -> None: ...
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.__aexit__(*error)  # the session learns how the episode ended
+
+    @property
+    def resumed(self) -> bool:
+        """See EnvironmentSession."""
+        return self._session.resumed
 
     async def open(self) -> Opening:
         """Return what the environment says first."""

@@ -12,28 +12,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
-
-from rlhfless.records import FinishReason, GivenSegment, Rollout, Sample, Score, Source, VersionSpan
+from rlhfless.records import Episode, EpisodeCall, EpisodeStatus, EpisodeTurn, FinishReason, VersionSpan
+from rlhfless.spec import EnvironmentSpec
+from rlhfless.util.text import storable, storable_values
 
 Tokens = tuple[int, ...]
-
-
-class EpisodeStatus(StrEnum):
-    """How an episode ended. All but FAILED can be scored."""
-
-    DONE = "done"
-    """The environment is done, or the model made a turn that it does not answer."""
-    TURNS = "turns"
-    """The limit of turns."""
-    TOKENS = "tokens"
-    """No room for another token in the context."""
-    TIME = "time"
-    """The limit of seconds; there may be no reward."""
-    INVALID_CALLS = "invalid_calls"
-    """The limit of invalid calls in a row."""
-    FAILED = "failed"
-    """The environment failed more often than `retries`. There is no reward."""
 
 
 class Parsed(StrEnum):
@@ -90,6 +73,7 @@ class EnvironmentCall:
 
     number: int
     """Counts the calls of an episode, from 1."""
+    turn: int
     tool: str
     arguments: Any
     answer: Answer
@@ -158,9 +142,6 @@ class Trajectory:
     """None: `rewards` score it, or it failed."""
     environment: str = ""
     digest: str = ""
-    branch: int = 0
-    parent: tuple[str, int, int] | None = None
-    """Prompt id, sample index and token position from which this branch continues."""
     cause: str = ""
     """Why it failed."""
     failures: tuple[str, ...] = ()
@@ -186,35 +167,60 @@ class Trajectory:
         """Seconds of waiting for the environment."""
         return sum(call.wait_s for call in self.calls)
 
-    def sample(self) -> Sample:
-        """Return the episode as the learner packs it. A failed one has a failed score, which drops it."""
-        segments: list[GivenSegment | Rollout] = []
-        for part in self.segments:
-            token_ids = np.asarray(part.token_ids, np.int64)
-            if isinstance(part, ContextSegment):
-                source = Source.PROMPT if part.origin is Origin.PROMPT else Source.ENVIRONMENT
-                segments.append(GivenSegment(source, token_ids))
-                continue
-            generated = part.generated
-            rollout = Rollout(
-                prompt_id=self.key[0],
-                sample_index=self.key[1],
-                seed=part.seed,
-                token_ids=token_ids,
-                logprobs=np.asarray(generated.logprobs, np.float32),
-                text=part.text,
-                finish_reason=generated.finish_reason,
-                version_spans=generated.version_spans,
-                actor=generated.actor,
-                started_s=part.started_s,
-                finished_s=part.ended_s,
-                cached_tokens=generated.cached_tokens,
+    @property
+    def model_turns(self) -> tuple[tuple[int, ModelSegment], ...]:
+        """Each turn with its position in the response, the tokens after the first segment."""
+        turns, at = [], -len(self.segments[0].token_ids) if self.segments else 0
+        for segment in self.segments:
+            if isinstance(segment, ModelSegment):
+                turns.append((at, segment))
+            at += len(segment.token_ids)
+        return tuple(turns)
+
+    def episode(self) -> Episode:
+        """Return the record of the episode; its rollout has the tokens."""
+        turns = tuple(
+            EpisodeTurn(
+                start=start,
+                end=start + len(turn.token_ids),
+                seed=turn.seed,
+                finish_reason=str(turn.generated.finish_reason),
+                text=storable(turn.text),
+                parsed=str(turn.parsed),
+                started_s=turn.started_s,
+                ended_s=turn.ended_s,
+                cached_tokens=turn.generated.cached_tokens,
+                reward=turn.reward,
             )
-            segments.append(rollout)
-        score = None if self.reward is None else Score(self.reward, {"environment": self.reward})
-        if self.status is EpisodeStatus.FAILED:
-            score = Score(0.0, {}, {"environment": self.cause})
-        return Sample(tuple(segments), score)
+            for start, turn in self.model_turns
+        )
+        calls = tuple(
+            EpisodeCall(
+                number=call.number,
+                turn=call.turn,
+                tool=call.tool,
+                arguments=storable_values({"arguments": call.arguments})["arguments"],
+                outcome=str(call.answer.outcome),
+                text=call.answer.text,
+                reward=call.answer.reward,
+                done=call.answer.done,
+                wait_s=call.wait_s,
+                call_id=call.call_id,
+                cut_tokens=call.cut_tokens,
+            )
+            for call in self.calls
+        )
+        return Episode(
+            opening=self.segments[0].token_ids if self.segments else (),
+            turns=turns,
+            calls=calls,
+            status=self.status,
+            reward=self.reward,
+            environment=self.environment,
+            digest=self.digest,
+            cause=self.cause,
+            failures=self.failures,
+        )
 
     def prompts(self) -> Iterator[tuple[Tokens, ModelSegment]]:
         """Yield each turn with all tokens before it."""
@@ -247,24 +253,36 @@ class EpisodeTask:
         return _derived(self.seed, f"{self.branch}/{turn}")
 
 
+_DEFAULT = EnvironmentSpec(type="module:Class")
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Limits of an episode. All are on by default."""
+    """Limits of an episode; see EnvironmentSpec, which has the defaults."""
 
-    turns: int = 16
-    turn_tokens: int = 1024
-    """Tokens of one turn of the model."""
+    turns: int = _DEFAULT.turns
+    turn_tokens: int = _DEFAULT.turn_tokens
     context_tokens: int = 32_768
-    result_tokens: int = 4096
-    """Tokens of one answer of the environment; its middle is cut out."""
-    call_s: float = 30.0
-    """Seconds of one call. A longer one is a failure of the environment."""
-    episode_s: float = 600.0
-    """Seconds of an episode. A longer one ends, and is no failure."""
-    invalid_calls: int = 3
-    """Turns in a row with an invalid call that end an episode."""
-    retries: int = 2
-    """Failures of the environment after which an episode goes on or starts again."""
+    """Tokens of the whole episode, with its prompt."""
+    result_tokens: int = _DEFAULT.result_tokens
+    call_s: float = _DEFAULT.call_s
+    episode_s: float = _DEFAULT.episode_s
+    invalid_calls: int = _DEFAULT.invalid_calls
+    retries: int = _DEFAULT.retries
+
+    @classmethod
+    def of(cls, spec: EnvironmentSpec, context_tokens: int) -> EpisodeLimits:
+        """Return the limits of a run's episodes."""
+        return cls(
+            spec.turns,
+            spec.turn_tokens,
+            context_tokens,
+            spec.result_tokens,
+            spec.call_s,
+            spec.episode_s,
+            spec.invalid_calls,
+            spec.retries,
+        )
 
 
 def _derived(seed: int, what: str) -> int:

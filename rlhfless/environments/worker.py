@@ -45,6 +45,8 @@ MAX_REWARD = 1e9
 class LocalSession:
     """A session in this process. Every method raises EnvironmentFailed."""
 
+    resumed = False
+
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._object: Any = None

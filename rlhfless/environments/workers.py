@@ -57,6 +57,11 @@ class EnvironmentWorkers:
     def pids(self) -> tuple[int, ...]:
         return tuple(worker.process.pid for worker in self._all if worker.process.pid is not None)
 
+    @property
+    def idle(self) -> int:
+        """Number of workers without a session."""
+        return self._idle.qsize()
+
     async def start(self) -> None:
         """Start the first worker; the others start when they are needed. Raises InputError if the environment breaks
         its contract."""
@@ -87,6 +92,8 @@ class EnvironmentWorkers:
 
 class _Worker:
     """One process at a time, with one session at a time; a lost process is replaced for the next session."""
+
+    resumed = False
 
     def __init__(self, target: str, call_s: float, memory_bytes: int) -> None:
         self._target = target

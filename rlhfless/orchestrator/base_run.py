@@ -206,8 +206,8 @@ class BaseRun:
 
     @property
     def helpers(self) -> tuple[ReplicaPool, ...]:
-        """The pools that process complete groups: scoring, and functions with per-token outputs."""
-        return self.with_role(FunctionRole.SCORES, FunctionRole.ANNOTATES)
+        """The pools that work for samples: an environment, scoring, and functions with per-token outputs."""
+        return self.with_role(FunctionRole.ANSWERS, FunctionRole.SCORES, FunctionRole.ANNOTATES)
 
     def call(self, step: int) -> Call:
         """Return the identity that all calls of a step carry."""

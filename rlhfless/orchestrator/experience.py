@@ -26,6 +26,7 @@ from rlhfless.orchestrator.group_pipeline import ScoredGroups
 from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Experience, Group, IntArray, Rollout, Sample, Score, VersionSpan, WeightVersion
+from rlhfless.records.rollouts import ENVIRONMENT
 from rlhfless.rewards import RewardError
 from rlhfless.spec import ScoringSpec
 
@@ -98,7 +99,7 @@ def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: S
     Raises RewardError at the first failure if `scoring.on_failure` is `fail`.
     """
     scores = [
-        [_marked(sample, reduce(Score.plus, parts)) for sample, *parts in zip(group.samples, *of_group, strict=True)]
+        [_marked(sample, _total(sample, parts)) for sample, *parts in zip(group.samples, *of_group, strict=True)]
         for group, *of_group in zip(groups, *scored, strict=True)
     ]
     if scoring.on_failure == "fail":
@@ -174,6 +175,16 @@ def _readable(sample: Sample) -> Sample:
         for segment in sample.segments
     ]
     return replace(sample, segments=tuple(segments))
+
+
+def _total(sample: Sample, parts: Sequence[Score]) -> Score:
+    """Add up an environment's reward and those of `rewards`."""
+    if sample.score is not None:
+        return reduce(Score.plus, parts, sample.score)
+    if parts:
+        return reduce(Score.plus, parts)
+    status = "" if sample.episode is None else f" (the episode ended by: {sample.episode.status})"
+    return Score(0.0, {}, {ENVIRONMENT: f"it gave no reward{status}"})
 
 
 def _marked(sample: Sample, score: Score) -> Score:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,11 +48,14 @@ class GenerationStage:
         at_work: Callable[[], None] = lambda: None,
         no_weights: Callable[[], str] = lambda: "",
         prefill: PrefillActors | None = None,
+        environment: Callable[[], Awaitable[str]] | None = None,
         busy_cores: Callable[[], BusyCores] | None = BusyCores,
     ) -> None:
         """`at_work` is called at an engine's first message, when the engines are busy and the driver is idle.
         `no_weights` returns why a joining actor cannot load the step's weights, or "" if it can.
-        `prefill`: see Precomputation. `busy_cores` measures the driver's machine; None in a simulation.
+        `prefill`: see Precomputation. `environment` returns the name of the environment's replica, which holds the
+        sessions of the samples; None without an environment. `busy_cores` measures the driver's machine; None in a
+        simulation.
         """
         self._pool = pool
         self.samples = samples
@@ -61,6 +64,7 @@ class GenerationStage:
         self._runner = runner
         self._at_work = at_work
         self._no_weights = no_weights
+        self._environment = environment
         self._gate = GroupGate(request.groups, request.selection.must_include if request.selection else ())
         self._from_earlier = self._admitted(samples.from_earlier)
         self._requests: list[Replica] = []
@@ -267,7 +271,10 @@ class GenerationStage:
 
     async def _stream(self, actor: Replica, number: int, request: GenerateRequest) -> None:
         try:
-            await self._prepare(actor, number, request)
+            if self._environment is None:
+                await self._prepare(actor, number, request)
+            else:
+                request = replace(request, environment=await self._environment())
             events = actor.stream(
                 self.request.work, "generate", self.request.call, request, timeout_s=self._spec.recovery.heartbeat_s
             )

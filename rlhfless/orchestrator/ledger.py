@@ -132,8 +132,7 @@ class Ledger:
             self._writer.add_prompt(group.prompt)
             prompt_tokens = len(group.prompt.token_ids)
             for sample in group.samples:
-                for rollout in sample.rollouts:
-                    self._drawn[step].append(self._writer.add_rollout(step, rollout, sample.scored, prompt_tokens))
+                self._drawn[step].append(self._writer.add_rollout(step, sample.rollout, sample.scored, prompt_tokens))
 
     def add_decision(self, decision: Decision) -> None:
         self._engine_starts += started([decision])

@@ -37,6 +37,8 @@ class RolloutRequest:
     """Part of every seed: the step, or the same number for all evaluations, so that they differ only in the weights."""
     selection: Selection | None = None
     """Set if the step does not wait for all groups."""
+    row_field: str = ""
+    """The column of the prompt in the rows that an environment gets; empty in a run without an environment."""
 
     @property
     def groups(self) -> int:
@@ -46,12 +48,14 @@ class RolloutRequest:
     def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
         """Return the samples of one prompt. Their seeds do not depend on the actor."""
         begun = self.selection.begun[prompt.prompt_id] if self.selection else self.seed_step
+        row = {self.row_field: prompt.text, **prompt.columns} if self.row_field else {}
         return tuple(
             SampleItem(
                 prompt.prompt_id,
                 index,
                 prompt.token_ids,
                 sample_seed(self.seed, begun, prompt.prompt_id, index),
+                row,
             )
             for index in range(self.samples_per_prompt)
         )

@@ -7,9 +7,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.batches import Batches, StepBatch
@@ -58,6 +60,10 @@ class StepContext:
         return self.request.call
 
 
+ANSWER_S = 30.0
+"""Timeout for an answer of the environment's replica that costs it nothing. It is long, because all cores may be
+busy."""
+
 HELD_OUT_SEED_STEP = -1
 """All evaluations generate with the same seeds, so that they differ only in the weights."""
 
@@ -94,6 +100,11 @@ class RLRun(BaseRun):
     def prefill(self) -> ReplicaPool | None:
         """The prefill actors, if the spec allows any."""
         return next(iter(self.with_role(FunctionRole.PREFILLS)), None)
+
+    @property
+    def environment(self) -> ReplicaPool | None:
+        """The environment that answers the model, if the spec has one."""
+        return next(iter(self.with_role(FunctionRole.ANSWERS)), None)
 
     # -- weights
 
@@ -135,6 +146,7 @@ class RLRun(BaseRun):
             seed=spec.seed,
             seed_step=step,
             selection=selection,
+            row_field=self._row_field,
         )
 
     def held_out_request(self, step: int, *, greedy: bool) -> RolloutRequest:
@@ -148,7 +160,12 @@ class RLRun(BaseRun):
             work=Work.HELD_OUT,
             seed=spec.seed,
             seed_step=HELD_OUT_SEED_STEP,
+            row_field=self._row_field,
         )
+
+    @property
+    def _row_field(self) -> str:
+        return "" if self.environment is None else self.spec.data.prompt_field
 
     def generate(self, request: RolloutRequest, *, again: bool = False) -> GenerationStage:
         """Create the generation stage of a step, of its redraws (`again`), or of an evaluation, which uses no journal.
@@ -163,10 +180,26 @@ class RLRun(BaseRun):
             at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
             no_weights=self._no_weights,
             prefill=self.scaler.prefill,
+            environment=None if self.environment is None else partial(self._environment_replica, request.call),
             busy_cores=self.busy_cores,
         )
         self.generation.watch(stage)
         return stage
+
+    async def _environment_replica(self, call: Call) -> str:
+        """Return the name of the environment's replica, which answers; start it if there is none. Raises ReplicaLost
+        if it dies again and again."""
+        pool, tries = self.environment, self.spec.recovery.per_step
+        assert pool is not None
+        while True:
+            replica = await pool.ready(call)
+            try:
+                await replica.call("renew", call, timeout_s=ANSWER_S, waiting_for="the environment")
+                return replica.name
+            except ReplicaLost:
+                tries -= 1
+                if tries < 0:
+                    raise
 
     def samples_of(self, request: RolloutRequest) -> StageSamples:
         """Create the samples of a stage. Raises JournalError."""
@@ -229,8 +262,10 @@ class RLRun(BaseRun):
 
     def release_idle(self, step: int) -> None:
         """Let the policy keep or release the helpers, which have finished their work in this step."""
+        generates = any(each.stage is None or not each.stage.over for each in self.under_way.values())
         for pool in self.helpers:
-            self.scaler.idle(pool.function, step)
+            if not (generates and pool.kind.role is FunctionRole.ANSWERS):  # other steps need the environment
+                self.scaler.idle(pool.function, step)
 
     # -- learner
 

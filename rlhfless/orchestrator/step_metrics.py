@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from rlhfless.orchestrator.experience import has_signal, usable
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.prefixes.trie import shared_prefixes
-from rlhfless.records import Experience, FinishReason, Group, Invocation, Score, Work
+from rlhfless.records import Episode, Experience, FinishReason, Group, Invocation, Score, Work
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE, added
 from rlhfless.scaling.accounting import Phase, StepTimes, length, union
 from rlhfless.spec import EvaluationSpec, RunSpec, ScoringSpec
@@ -26,7 +27,7 @@ def rollout_metrics(experience: Experience, kept: Experience, prompts: int) -> d
     lengths = np.array([sample.model_tokens for sample in samples])
     prompt_tokens = np.array([len(group.prompt.token_ids) for group in experience.groups for _ in group.samples])
     signal = sum(map(has_signal, kept.groups))
-    cached = sum(rollout.cached_tokens for sample in samples for rollout in sample.rollouts)
+    cached = sum(sample.rollout.cached_tokens for sample in samples)
     return {
         **reward_metrics(kept.scores),
         "failed_rewards": float(len(list(experience.failed()))),
@@ -37,6 +38,23 @@ def rollout_metrics(experience: Experience, kept: Experience, prompts: int) -> d
         "response_tokens_max": float(lengths.max()),
         "truncated": float(np.mean([sample.finish_reason == FinishReason.LENGTH for sample in samples])),
         "cached_prompt_tokens": cached / float(prompt_tokens.sum()),
+        **episode_metrics([episode for sample in samples if (episode := sample.episode) is not None]),
+    }
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the metrics of a step's episodes; none in a run without an environment."""
+    if not episodes:
+        return {}
+    calls = [call for episode in episodes for call in episode.calls]
+    ended = Counter(episode.status for episode in episodes)
+    return {
+        "turns_mean": fmean(len(episode.turns) for episode in episodes),
+        "calls_mean": len(calls) / len(episodes),
+        "invalid_calls": sum(call.outcome == "invalid" for call in calls) / max(len(calls), 1),
+        "environment_wait_mean_s": fmean(episode.wait_s for episode in episodes),
+        "environment_failures": float(sum(len(episode.failures) for episode in episodes)),
+        **{f"episodes/{status}": count / len(episodes) for status, count in sorted(ended.items())},
     }
 
 

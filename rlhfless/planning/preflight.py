@@ -23,6 +23,7 @@ from rlhfless.planning.memory_plan import is_set
 from rlhfless.planning.resolve import ResolvedRun, resolve
 from rlhfless.planning.sizes import fitting_sizes
 from rlhfless.prepare.data_rows import read_rows
+from rlhfless.prepare.environment_check import environment_problems
 from rlhfless.prepare.examples import load_sets
 from rlhfless.prepare.faults import SkippedRows
 from rlhfless.prepare.machine import capacity_problems, capacity_warnings, checkpoint_problems, learning_rate_warnings
@@ -125,6 +126,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     if not reward_faults:
         reward_faults, doubts = trial_calls(spec, everything)
     problems += reward_faults
+    problems += environment_problems(spec, policy)
     problems += _price_problems(spec)
     problems += _device_problems(spec)
     problems += _port_problems(spec)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.chat.messages import DataFault, conversation
-from rlhfless.environments.chat_format import PlainFormat, TemplateFormat
+from rlhfless.environments.chat_format import Format, TemplateFormat, chat_format
 from rlhfless.environments.contract import Description
 from rlhfless.environments.episode import play_episode
 from rlhfless.environments.protocol import EnvironmentFailed, EnvironmentSession, Model
@@ -19,7 +19,6 @@ from rlhfless.environments.trajectory import (
     AnswerOutcome,
     EnvironmentCall,
     EpisodeLimits,
-    EpisodeStatus,
     EpisodeTask,
     ModelSegment,
     Parsed,
@@ -29,8 +28,8 @@ from rlhfless.environments.workers import EnvironmentWorkers
 from rlhfless.prepare.byte_tokenizer import byte_tokenizer
 from rlhfless.prepare.data_rows import Row, read_rows
 from rlhfless.prepare.model import load_policy
-from rlhfless.prepare.trial_policies import Format, LocalModel, RandomPolicy, ScriptedPolicy, read_script
-from rlhfless.records import sample_seed
+from rlhfless.prepare.trial_policies import LocalModel, RandomPolicy, ScriptedPolicy, read_script
+from rlhfless.records import EpisodeStatus, sample_seed
 from rlhfless.spec import ModelSpec, SizesSpec
 from rlhfless.spec.errors import InputError, Problem
 
@@ -207,8 +206,8 @@ def _chat_of(path: str) -> tuple[Any, Format]:
         tokenizer = byte_tokenizer()
         return tokenizer, TemplateFormat(tokenizer)
     policy = load_policy(ModelSpec(path=str(Path(path).absolute()) if Path(path).is_dir() else path))
-    kind = TemplateFormat if policy.tokenizer.chat_template else PlainFormat
-    return policy.tokenizer, kind(policy.tokenizer, policy.end_token_ids)
+    tokenizer = policy.tokenizer
+    return tokenizer, chat_format(tokenizer, policy.end_token_ids, template=bool(tokenizer.chat_template))
 
 
 def _notes(trial: EnvironmentTrial) -> list[str]:

@@ -3,7 +3,6 @@ rlhfless.prepare.model_weights."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhfless.chat.encoding import end_token_ids
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.scaling.latency.attention import UnknownShape, attention_form
 from rlhfless.scaling.latency.shape import ModelShape
@@ -75,22 +75,6 @@ def load_policy(spec: ModelSpec) -> PolicyModel:
         raise InputError("model", problems)
     ends = end_token_ids(spec.path)
     return PolicyModel(tokenizer, info, spec.max_context_tokens or limit, _shape(spec, config), warnings, ends)
-
-
-def end_token_ids(path: str) -> tuple[int, ...]:
-    """Return `eos_token_id` from generation_config.json, else from config.json."""
-    from transformers.utils import cached_file
-
-    for name in ("generation_config.json", "config.json"):
-        try:
-            file = cached_file(path, name)
-            values = json.loads(Path(file).read_text("utf-8")) if file else {}
-        except (OSError, ValueError):  # no such file, or no answer; a broken file is for its own reader to refuse
-            continue
-        ends = values.get("eos_token_id") if isinstance(values, dict) else None
-        if ends is not None:
-            return tuple(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int))
-    return ()
 
 
 def check_folder(path: str, field: str) -> None:

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.chat.messages import ToolCall
-from rlhfless.environments.chat_format import PlainFormat, TemplateFormat
+from rlhfless.environments.chat_format import Format, TemplateFormat
 from rlhfless.environments.trajectory import GeneratedTurn
 from rlhfless.records import FinishReason
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import shown
 from rlhfless.util.text import parsed_json
-
-Format = TemplateFormat | PlainFormat
 
 _WORDS = ("", "a", "yes", "no", "héllo", "日本", "</tool_response>", "0")
 _TEXT_TURNS = 0.05

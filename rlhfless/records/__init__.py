@@ -1,5 +1,6 @@
 """The records of a run: rollouts and experience, weight versions, and the ledger of holdings and invocations."""
 
+from rlhfless.records.episodes import Episode, EpisodeCall, EpisodeStatus, EpisodeTurn
 from rlhfless.records.ledger import (
     KV_CAPACITY,
     PREFIXES,

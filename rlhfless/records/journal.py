@@ -26,10 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.records.episodes import Episode
 from rlhfless.records.rollouts import FinishReason, Rollout, VersionSpan
 from rlhfless.util.errors import UserError
 
-JOURNAL_VERSION = 3
+JOURNAL_VERSION = 4
 
 LOCK_S = 30.0
 """Maximum wait for another process's lock; a transaction takes milliseconds."""
@@ -42,7 +43,7 @@ CREATE TABLE rollouts (
     step INTEGER NOT NULL, prompt_id TEXT NOT NULL, sample_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
     seed INTEGER NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, text TEXT NOT NULL,
     finish_reason TEXT NOT NULL, version_spans TEXT NOT NULL, actor TEXT NOT NULL,
-    started_s REAL NOT NULL, finished_s REAL NOT NULL, cached_tokens INTEGER NOT NULL,
+    started_s REAL NOT NULL, finished_s REAL NOT NULL, cached_tokens INTEGER NOT NULL, episode TEXT,
     UNIQUE (step, prompt_id, sample_index)
 );
 CREATE TABLE groups (
@@ -52,7 +53,7 @@ CREATE TABLE groups (
 
 _COLUMNS = (
     "prompt_id, sample_index, seed, token_ids, logprobs, text, finish_reason, version_spans, actor, started_s, "
-    "finished_s, cached_tokens"
+    "finished_s, cached_tokens, episode"
 )
 
 
@@ -109,7 +110,7 @@ class Journal:
                 [(step, *rollout.key, str(FinishReason.ABORT)) for rollout in rollouts],
             )
             self._database.executemany(
-                f"INSERT OR IGNORE INTO rollouts (step, attempt, {_COLUMNS}) VALUES ({', '.join('?' * 14)})", rows
+                f"INSERT OR IGNORE INTO rollouts (step, attempt, {_COLUMNS}) VALUES ({', '.join('?' * 15)})", rows
             )
 
     def rollouts(self, *steps: int) -> list[Rollout]:
@@ -230,11 +231,12 @@ def _row(rollout: Rollout) -> tuple[object, ...]:
         rollout.started_s,
         rollout.finished_s,
         rollout.cached_tokens,
+        None if rollout.episode is None else json.dumps(rollout.episode.as_json()),
     )
 
 
 def _rollout(row: tuple[Any, ...]) -> Rollout:
-    prompt_id, index, seed, tokens, logprobs, text, reason, spans, *rest = row
+    prompt_id, index, seed, tokens, logprobs, text, reason, spans, actor, started_s, finished_s, cached, episode = row
     return Rollout(
         prompt_id,
         index,
@@ -244,5 +246,9 @@ def _rollout(row: tuple[Any, ...]) -> Rollout:
         text,
         FinishReason(reason),
         tuple(VersionSpan(*span) for span in json.loads(spans)),
-        *rest,
+        actor,
+        started_s,
+        finished_s,
+        cached,
+        None if episode is None else Episode.of_json(json.loads(episode)),
     )

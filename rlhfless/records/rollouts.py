@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhfless.records.episodes import Episode, EpisodeStatus
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
@@ -62,9 +64,10 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """An engine's response for one sample: the reply to a request, and a row of the journal.
+    """The response of one sample, in one turn or several: the reply to a request, and a row of the journal.
 
-    `logprobs` are *rollout* logprobs: of the sampled tokens at the sampling temperature.
+    `logprobs` are *rollout* logprobs: of the sampled tokens at the sampling temperature, and 0 for tokens of an
+    environment.
     """
 
     prompt_id: str
@@ -80,10 +83,19 @@ class Rollout:
     finished_s: float
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache."""
+    episode: Episode | None = None
+    """Which tokens an environment wrote, and how; None in a run without one."""
 
     @property
     def key(self) -> tuple[str, int]:
         return (self.prompt_id, self.sample_index)
+
+    def part(self, start: int, end: int, **changes: Any) -> Rollout:
+        """Return the response tokens [start, end) as a rollout of one turn."""
+        spans = (VersionSpan(s.version, max(s.start, start) - start, min(s.end, end) - start)
+                 for s in self.version_spans if s.start < end and s.end > start)  # fmt: skip
+        tokens, logprobs = self.token_ids[start:end], self.logprobs[start:end]
+        return replace(self, token_ids=tokens, logprobs=logprobs, version_spans=tuple(spans), episode=None, **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +156,55 @@ class Sample:
     score: Score | None = None
     outputs: Mapping[str, FloatArray] = field(default_factory=dict)
     """Per-token outputs by name, each `[model tokens]`: reference logprobs, and outputs of user functions."""
+    whole: Rollout | None = None
+    """The response of which the generated segments are parts; None in a run without an environment."""
+
+    @classmethod
+    def of(cls, prompt: GivenSegment, rollout: Rollout) -> Sample:
+        """Return a rollout as a sample, an episode with the score that its environment gave.
+
+        An episode that failed has a failed score.
+        """
+        episode = rollout.episode
+        if episode is None:
+            return cls((prompt, rollout))
+        segments: list[Segment] = [
+            GivenSegment(Source.PROMPT, np.asarray(episode.opening, np.int64)) if episode.opening else prompt
+        ]
+        at = 0
+        for number, turn in enumerate(episode.turns, 1):
+            if turn.start > at:
+                segments.append(GivenSegment(Source.ENVIRONMENT, rollout.token_ids[at : turn.start]))
+            is_last = number == len(episode.turns)
+            segments.append(
+                rollout.part(
+                    turn.start,
+                    turn.end,
+                    text=turn.text,
+                    finish_reason=rollout.finish_reason if is_last else FinishReason(turn.finish_reason),
+                    started_s=turn.started_s,
+                    finished_s=turn.ended_s,
+                    cached_tokens=turn.cached_tokens,
+                )
+            )
+            at = turn.end
+        if not episode.turns:  # it failed before the first turn
+            segments.append(rollout.part(0, 0))
+        return cls(tuple(segments), _score_of(episode), whole=rollout)
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
         return tuple(segment for segment in self.segments if isinstance(segment, Rollout))
+
+    @property
+    def rollout(self) -> Rollout:
+        """The whole response."""
+        return self.rollouts[0] if self.whole is None else self.whole
+
+    @property
+    def episode(self) -> Episode | None:
+        """How the response came about; None in a run without an environment."""
+        return self.rollout.episode
 
     @property
     def key(self) -> tuple[str, int]:
@@ -187,6 +244,17 @@ class Sample:
         return f"sample {index} of prompt {prompt_id!r}"
 
 
+ENVIRONMENT = "environment"
+"""Name of the part of a score that the environment gives."""
+
+
+def _score_of(episode: Episode) -> Score | None:
+    """Return the score that an environment gives; None if it leaves that to rewards."""
+    if episode.status is EpisodeStatus.FAILED:
+        return Score(0.0, {}, {ENVIRONMENT: episode.cause})
+    return None if episode.reward is None else Score(episode.reward, {ENVIRONMENT: episode.reward})
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """A prompt and its samples, by sample index."""
@@ -196,9 +264,9 @@ class Group:
 
     @classmethod
     def of(cls, prompt: Prompt, rollouts: Sequence[Rollout]) -> Group:
-        """Create a group of single-turn samples."""
+        """Create a group of the samples with these rollouts."""
         segment = GivenSegment(Source.PROMPT, np.asarray(prompt.token_ids, dtype=np.int64))
-        return cls(prompt, tuple(Sample((segment, rollout)) for rollout in rollouts))
+        return cls(prompt, tuple(Sample.of(segment, rollout) for rollout in rollouts))
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:

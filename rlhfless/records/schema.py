@@ -19,11 +19,19 @@ import pyarrow.parquet as pq
 
 from rlhfless.util.errors import UserError
 
-TRACE_VERSION = 6
+TRACE_VERSION = 7
 
 _DRAFT_TIMES: Mapping[str, Any] = {"draft_s": 0.0, "verify_s": 0.0}
 _DRAFTS: Mapping[str, Any] = {"drafted": [], "accepted": [], **_DRAFT_TIMES}
-_TEXT: Mapping[str, Mapping[str, Any]] = {"rollouts": {"text": None}}
+_EPISODE: Mapping[str, Any] = {
+    "turns": 1,
+    "environment_tokens": 0,
+    "environment_s": 0.0,
+    "episode_status": "",
+    "episode": None,
+}
+_EPISODES: Mapping[str, Mapping[str, Any]] = {"rollouts": _EPISODE}
+_TEXT: Mapping[str, Mapping[str, Any]] = {"rollouts": {"text": None, **_EPISODE}}
 
 ADDED: Mapping[int, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -31,6 +39,7 @@ ADDED: Mapping[int, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         3: {"invocations": _DRAFTS, **_TEXT},
         4: {"invocations": _DRAFT_TIMES, **_TEXT},
         5: _TEXT,
+        6: _EPISODES,
     }
 )
 """Readable earlier versions: the columns that each table lacked, with the value for all rows."""
@@ -50,7 +59,7 @@ def _columns(name: str, columns: Mapping[str, pa.DataType], nullable: tuple[str,
     return pa.schema(fields, metadata={NAME_KEY: name.encode(), VERSION_KEY: str(TRACE_VERSION).encode()})
 
 
-RECORDED = ("token_ids", "logprobs", "text")
+RECORDED = ("token_ids", "logprobs", "text", "episode")
 """Columns of `rollouts` that are null without `logging.record_tokens`. Text is a large string, without a dictionary."""
 
 _VERSION_SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
@@ -125,6 +134,11 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
                 "token_ids": pa.list_(pa.int32()),
                 "logprobs": pa.list_(pa.float32()),
                 "text": pa.large_string(),
+                "turns": pa.int32(),
+                "environment_tokens": pa.int32(),
+                "environment_s": pa.float64(),
+                "episode_status": pa.string(),
+                "episode": pa.large_string(),
             },
             nullable=RECORDED,
         ),

@@ -90,6 +90,15 @@ class TracedRollout:
     logprobs: tuple[float, ...] | None  # [response]; rollout logprobs
     text: str | None = None
     """The text that rewards saw; None unless tokens were recorded."""
+    turns: int = 1
+    environment_tokens: int = 0
+    """Of the response, those that the environment wrote."""
+    environment_s: float = 0.0
+    """Seconds of waiting for the environment."""
+    episode_status: str = ""
+    """How the episode ended (EpisodeStatus); empty in a run without an environment."""
+    episode: Mapping[str, Any] | None = None
+    """Turns and calls (Episode.as_json); None unless tokens were recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +186,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
             finished_s=rollout.finished_s,
             token_ids=None,
             logprobs=None,
+            **_of_episode(rollout),
         )
         self._add("rollouts", (traced, rollout if self._record_tokens else None))
         return traced
@@ -209,6 +219,19 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self._records[table].append(record)
 
 
+def _of_episode(rollout: Rollout) -> dict[str, Any]:
+    episode = rollout.episode
+    if episode is None:
+        return {}
+    given = sum(end - start for start, end in episode.given(len(rollout.token_ids)))
+    return {
+        "turns": len(episode.turns),
+        "environment_tokens": given,
+        "environment_s": episode.wait_s,
+        "episode_status": str(episode.status),
+    }
+
+
 def _rollout_row(record: tuple[TracedRollout, Rollout | None]) -> tuple[Any, ...]:
     traced, drawn = record
     row = {name: getattr(traced, name) for name in TABLES["rollouts"].names}
@@ -216,6 +239,7 @@ def _rollout_row(record: tuple[TracedRollout, Rollout | None]) -> tuple[Any, ...
     row["version_spans"] = [(span.version, span.start, span.end) for span in traced.version_spans]
     if drawn is not None:
         row |= {"token_ids": drawn.token_ids.astype(np.int32), "logprobs": drawn.logprobs, "text": storable(drawn.text)}
+        row["episode"] = None if drawn.episode is None else json.dumps(drawn.episode.as_json(), ensure_ascii=False)
     return tuple(row.values())
 
 
@@ -353,6 +377,7 @@ def _rollout(row: dict[str, Any]) -> TracedRollout:
         "version_spans": tuple(VersionSpan(**span) for span in row["version_spans"]),
         "token_ids": None if row["token_ids"] is None else tuple(row["token_ids"]),
         "logprobs": None if row["logprobs"] is None else tuple(row["logprobs"]),
+        "episode": None if row["episode"] is None else json.loads(row["episode"]),
     }
     return TracedRollout(**(row | typed))
 

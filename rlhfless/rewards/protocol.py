@@ -39,6 +39,9 @@ class RewardSample:
     sample_index: int = 0
     source: str = ""
     """The data set of its prompt, which decides which rewards score it."""
+    transcript: Sequence[Mapping[str, Any]] = ()
+    """The turns of an episode as chat messages, with the environment's answers; empty in a run without an
+    environment."""
     where: str = field(default="", compare=False, kw_only=True)
     """See Prompt; empty during a run."""
 

@@ -25,7 +25,7 @@ from rlhfless.spec.imports import load_target
 
 BUILT_IN_FUNCTIONS = tuple(
     f"rlhfless.functions.kinds:{name}"
-    for name in ("GENERATION", "PREFILL", "SCORING", "REWARD_MODEL", "REFERENCE", "CRITIC", "LEARNER")
+    for name in ("GENERATION", "PREFILL", "ENVIRONMENT", "SCORING", "REWARD_MODEL", "REFERENCE", "CRITIC", "LEARNER")
 )
 """The built-in functions, in the order in which they are placed, shown, and updated."""
 

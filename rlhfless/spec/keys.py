@@ -22,6 +22,7 @@ from rlhfless.spec.data import (
     PromptsSpec,
     RunType,
 )
+from rlhfless.spec.environment import EnvironmentSpec
 from rlhfless.spec.evaluation import CheckpointSpec, EvaluationSpec
 from rlhfless.spec.extension import PluginField, PluginSpec
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
@@ -115,8 +116,11 @@ class RunKeys(SpecModel):
     preferences: PreferencesSpec | None = None
     """Prompts with a chosen and a rejected response. Required for types `reward_model` and `dpo`."""
 
+    environment: EnvironmentSpec | None = None
+    """What answers the model between its turns. `null`: a sample is one response to its prompt."""
+
     rewards: Annotated[tuple[RewardSpec, ...], Field(max_length=64)] = ()
-    """Rewards for type `rlhf`, which needs at least one."""
+    """Rewards for type `rlhf`, which needs at least one, unless its environment gives a reward."""
 
     dpo: DPOSpec = DPOSpec()
     scoring: ScoringSpec = ScoringSpec()

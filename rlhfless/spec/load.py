@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel, locations
 from rlhfless.spec.document import MOST_CHARACTERS, DocumentError, dotted, walk
+from rlhfless.spec.environment import EnvironmentSpec
 from rlhfless.spec.errors import InputError, Problem, SpecError
 from rlhfless.spec.explain import explain, nearest, origin_of, shown
 from rlhfless.spec.extension import PluginSpec
@@ -247,6 +248,8 @@ def _targets(value: object, field: str) -> Iterator[tuple[str, str]]:
         yield f"{field}.type", value.type
     elif isinstance(value, PythonRewardSpec):
         yield f"{field}.target", value.target
+    elif isinstance(value, EnvironmentSpec):
+        yield f"{field}.type", value.type
     elif isinstance(value, EngineSpec):
         yield from ((f"{field}.type", value.type),) if ":" in value.type else ()
     elif isinstance(value, BaseModel):
@@ -266,6 +269,10 @@ MAY_DIFFER = (
     "critic.micro_batch_tokens",
     "critic.threads",
     "critic.gradient_checkpointing",
+    "environment.call_s",
+    "environment.cores",
+    "environment.memory_mib",
+    "environment.sessions",
     "evaluation",
     "generation.engine",
     "generation.progress_interval_s",

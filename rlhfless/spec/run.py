@@ -32,6 +32,7 @@ from rlhfless.spec.removed import NAMES, REMOVED
 _OF_RLHF = (
     "prompts",
     "rewards",
+    "environment",
     "scoring",
     "algorithm",
     "generation",
@@ -202,6 +203,14 @@ def _check_prefill(spec: RunKeys) -> None:
         )
 
 
+def _check_environment(spec: RunKeys) -> None:
+    if spec.environment is not None and spec.scaling.prefill.on:
+        raise ValueError(
+            f"scaling.prefill.max_actors is {spec.scaling.prefill.max_actors}, but the run has an environment: its "
+            "prompts grow from turn to turn on the actor that has their KV; set max_actors to 0"
+        )
+
+
 def _check_drafts(spec: RunKeys) -> None:
     method = spec.generation.speculation.method
     if spec.generation.speculation.has_weights and spec.placement.in_turns:
@@ -310,6 +319,8 @@ def _check_sets(spec: RunKeys) -> None:
         if unknown := sorted({*(part.sets or ())} - sets):
             hint = nearest(unknown[0], sets) or "name sets of prompts.mixture or evaluation.sets, or leave it out"
             raise ValueError(f"rewards.{index}.sets has {unknown[0]!r}, which no set is called; {hint}")
+    if spec.environment is not None:
+        return
     for name in sorted(sets) if spec.data.mixed else ["", *sorted(sets)]:
         if not any(part.scores(name) for part in spec.rewards):
             what = f"the set {name!r}" if name else "the training prompts, which have no set"
@@ -330,6 +341,7 @@ _CHECKS = (
     _check_sizes,
     _check_scoring,
     _check_prefill,
+    _check_environment,
     _check_drafts,
     _check_quantization,
     _check_broadcast,
@@ -355,6 +367,8 @@ class RunSpec(RunKeys):
     @classmethod
     def _has_its_data(cls, value: Any, info: ValidationInfo) -> Any:
         needed = {*cls._needed(info.data["type"])} if "type" in info.data else set()
+        if info.field_name == "rewards" and info.data.get("environment") is not None:
+            return value
         if info.field_name in needed and not value:
             raise PydanticCustomError("missing", "Field required")
         return value

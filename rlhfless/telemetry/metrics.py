@@ -92,6 +92,12 @@ _DECLARED = [
     Metric("response_tokens_mean", _TOKENS, "Mean response length"),
     Metric("response_tokens_max", _TOKENS, "Longest response"),
     Metric("truncated", _RATIO, "Responses that were cut off at the longest length"),
+    Metric("turns_mean", Unit.NONE, "Mean turns of an episode"),
+    Metric("calls_mean", Unit.NONE, "Mean calls of the environment in an episode"),
+    Metric("invalid_calls", _RATIO, "Calls that name no tool, or have wrong arguments"),
+    Metric("environment_wait_mean_s", Unit.SECONDS, "Mean time that an episode waits for its environment"),
+    Metric("environment_failures", Unit.NONE, "Failures of the environment, each with a resume or restart"),
+    Metric("episodes", _RATIO, "Share of episodes by how they ended", label="status"),
     Metric("cached_prompt_tokens", _RATIO, "Prompt tokens whose KV came from the prefix cache"),
     Metric("prompt_tokens_computed", _TOKENS, "Prompt tokens of the step that a function computed", label="function"),
     Metric(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhfless.prepare.model import end_token_ids, load_policy
+from rlhfless.chat.encoding import end_token_ids
+from rlhfless.prepare.model import load_policy
 from rlhfless.spec import ModelSpec
 
 

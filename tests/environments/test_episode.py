@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fakes.local_environments import LocalEnvironments, Says, byte_format, played, text_of
+from fakes.local_environments import LocalEnvironments, Says, byte_format, played, sample_of, text_of
 from rlhfless.algorithms.batch import pack
 from rlhfless.chat.messages import Message
 from rlhfless.environments import EpisodeOver, ToolError, Turn
@@ -214,13 +214,13 @@ async def test_the_learner_gets_the_models_tokens_and_masks_the_others():
         for turn in episode.turns
     ]
     segments = tuple(turns[part.turn] if isinstance(part, ModelSegment) else part for part in episode.segments)
-    sample = replace(episode, segments=tuple(segments)).sample()
+    sample = sample_of(replace(episode, segments=tuple(segments)))
     batch = pack([Group(Prompt("prompt", (), ""), (sample,))])
     assert tuple(batch.response_mask) == episode.generated_mask
     assert tuple(batch.tokens) == episode.token_ids
     assert batch.rewards.tolist() == [1.0]
     assert sample.text == call(5).removesuffix("<|im_end|>") + call(7).removesuffix("<|im_end|>")
-    failed = replace(episode, status=EpisodeStatus.FAILED, reward=None, cause="it is gone").sample()
+    failed = sample_of(replace(episode, status=EpisodeStatus.FAILED, reward=None, cause="it is gone"))
     assert failed.scored.failures == {"environment": "it is gone"}
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fakes.local_environments import LocalEnvironments
+from fakes.local_environments import LocalEnvironments, sample_of
 from rlhfless.algorithms.batch import pack
 from rlhfless.bundled.model import SMALLEST, build_model, build_tokenizer
 from rlhfless.bundled.task import TaskRecipe
@@ -53,7 +53,7 @@ async def test_logprobs_of_every_turn_are_those_of_the_whole_episode_and_others_
     model = Draws(network, tokenizer.eos_token_id)
     episode = await play_episode(task, model, chat, LocalEnvironments(Numbers), limits)
     assert len(episode.turns) == 4
-    batch = pack([Group(Prompt("p", (), ""), (replace(episode, reward=1.0).sample(),))])
+    batch = pack([Group(Prompt("p", (), ""), (sample_of(replace(episode, reward=1.0)),))])
     logits = network(torch.tensor(batch.tokens)[None]).logits[0, :-1]
     logits.retain_grad()
     logprobs = logits.log_softmax(-1).gather(1, torch.tensor(batch.tokens[1:])[:, None])[:, 0]

@@ -5,13 +5,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlhfless.environments.chat_format import TemplateFormat
 from rlhfless.environments.contract import Description, checked
 from rlhfless.environments.episode import play_episode
 from rlhfless.environments.trajectory import EpisodeLimits, EpisodeTask, GeneratedTurn, Trajectory
 from rlhfless.environments.worker import LocalSession
+from rlhfless.functions.generation.episodes import response_of
 from rlhfless.prepare.byte_tokenizer import byte_tokenizer
-from rlhfless.records import FinishReason
+from rlhfless.records import FinishReason, Group, Prompt, Rollout, Sample
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -23,6 +26,8 @@ class LocalEnvironments:
     def __init__(self, code: Any) -> None:
         self.environment = checked("test:Environment", code)
         self.opened = 0
+        self.idle = 1
+        """As of EnvironmentWorkers."""
 
     @property
     def description(self) -> Description:
@@ -79,3 +84,24 @@ async def played(
 
 def text_of(token_ids: Sequence[int]) -> str:
     return TOKENIZER.decode(list(token_ids), skip_special_tokens=False)
+
+
+def sample_of(trajectory: Trajectory) -> Sample:
+    """Return an episode as the learner gets it."""
+    response = response_of(trajectory, "actor")
+    sampled = response.sampled
+    rollout = Rollout(
+        *trajectory.key,
+        seed=0,
+        token_ids=np.asarray(sampled.token_ids, np.int64),
+        logprobs=np.asarray(sampled.logprobs, np.float32),
+        text=sampled.text,
+        finish_reason=sampled.finish_reason,
+        version_spans=sampled.version_spans,
+        actor="actor",
+        started_s=trajectory.started_s,
+        finished_s=trajectory.ended_s,
+        episode=response.episode,
+    )
+    (sample,) = Group.of(Prompt(trajectory.key[0], (1,), ""), [rollout]).samples
+    return sample

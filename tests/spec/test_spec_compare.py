@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless.spec import CriticSpec, RunSpec
+from rlhfless.spec import CriticSpec, EnvironmentSpec, RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import MAY_DIFFER, check_resumable, differences
 
@@ -51,7 +51,7 @@ def test_what_makes_another_run_is_refused_by_name(changes: dict[str, Any], fiel
 
 
 def test_every_name_is_a_field() -> None:
-    with_all = SPEC.model_copy(update={"critic": CriticSpec()})
+    with_all = SPEC.model_copy(update={"critic": CriticSpec(), "environment": EnvironmentSpec(type="my_env:Guess")})
     for name in MAY_DIFFER:
         value: Any = with_all
         for part in name.split("."):

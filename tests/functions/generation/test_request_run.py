@@ -90,6 +90,7 @@ def request(items: Sequence[SampleItem], interval_s: float = 60.0) -> GenerateRe
     return GenerateRequest(tuple(items), Sampling(100, 1.0), "v", "a", interval_s, 60.0, 60.0)
 
 
+CALL = Call("run", 1, 1)
 ITEMS = [SampleItem("p", 0, (1,), seed=0), SampleItem("p", 1, (1,), seed=1), SampleItem("p", 2, (1,), seed=2)]
 
 
@@ -105,7 +106,7 @@ async def groups_of(events: Any, count: int) -> list[list[tuple[int, FinishReaso
 
 async def test_a_group_comes_when_its_last_sample_has_ended() -> None:
     engine = FakeEngine()
-    events = RequestRun(engine, request(ITEMS), "i").events()
+    events = RequestRun(engine, request(ITEMS), CALL, "i").events()
     await asyncio.sleep(0)
     engine.finish(2, 0, tokens=4)
     engine.finish(1, tokens=5)
@@ -114,7 +115,7 @@ async def test_a_group_comes_when_its_last_sample_has_ended() -> None:
 
 async def test_what_was_aborted_comes_at_once_with_those_that_had_ended() -> None:
     engine = FakeEngine()
-    run = RequestRun(engine, request(ITEMS), "i")
+    run = RequestRun(engine, request(ITEMS), CALL, "i")
     events = run.events()
     await asyncio.sleep(0)
     engine.finish(0, tokens=4)
@@ -127,7 +128,7 @@ async def test_what_was_aborted_comes_at_once_with_those_that_had_ended() -> Non
 
 async def test_samples_aborted_together_come_together() -> None:
     engine = FakeEngine()
-    run = RequestRun(engine, request(ITEMS), "i")
+    run = RequestRun(engine, request(ITEMS), CALL, "i")
     events = run.events()
     await asyncio.sleep(0)
     await run.abort([("p", 1), ("p", 2)])
@@ -140,7 +141,7 @@ async def test_groups_that_are_aborted_together_come_in_one_message() -> None:
     queued."""
     engine = FakeEngine()
     items = [SampleItem(prompt, 0, (1,), seed=seed) for seed, prompt in enumerate("abc")]
-    run = RequestRun(engine, request(items), "i")
+    run = RequestRun(engine, request(items), CALL, "i")
     events = run.events()
     await asyncio.sleep(0)
     await run.abort(None)
@@ -154,7 +155,7 @@ async def test_beats_count_what_was_brought_along_and_name_those_that_wait_for_s
     prior = drawn("p", 1, [7] * 10, seed=1, reason=FinishReason.ABORT, actor="b")
     items = [ITEMS[0], SampleItem("p", 1, (1,), seed=1, prior=prior), ITEMS[2]]
     engine = FakeEngine()
-    events = RequestRun(engine, request(items, interval_s=0.01), "i").events()
+    events = RequestRun(engine, request(items, interval_s=0.01), CALL, "i").events()
     await asyncio.sleep(0)
     engine.drawn = {1: 3, 2: 6}
     engine.finish(0, tokens=100, reason=FinishReason.LENGTH)
@@ -166,7 +167,7 @@ async def test_a_moved_sample_keeps_its_tokens_and_draws_the_last_one_again() ->
     spans = (VersionSpan("v", 0, 10),)
     prior = drawn("p", 0, range(10), [-2.0] * 10, seed=1, reason=FinishReason.ABORT, spans=spans, actor="b")
     engine = FakeEngine()
-    events = RequestRun(engine, request([SampleItem("p", 0, (1,), seed=0, prior=prior)]), "i").events()
+    events = RequestRun(engine, request([SampleItem("p", 0, (1,), seed=0, prior=prior)]), CALL, "i").events()
     await asyncio.sleep(0)
     asked = engine.asked[0]
     assert (asked.token_ids, asked.drawn_tokens, asked.max_tokens) == ((1, *range(9)), 9, 91)
@@ -178,7 +179,7 @@ async def test_a_moved_sample_keeps_its_tokens_and_draws_the_last_one_again() ->
     assert after.logprobs.tolist() == [-2.0] * 9 + [-1.0] * 3
     assert after.version_spans == (VersionSpan("v", 0, 9),)
 
-    events = RequestRun(engine, request([SampleItem("p", 0, (1,), seed=0, prior=prior)]), "i").events()
+    events = RequestRun(engine, request([SampleItem("p", 0, (1,), seed=0, prior=prior)]), CALL, "i").events()
     await asyncio.sleep(0)
     engine.finish(0, tokens=0, reason=FinishReason.ABORT)  # in the queue
     event = await anext(events)
@@ -190,7 +191,7 @@ async def test_a_moved_sample_keeps_its_tokens_and_draws_the_last_one_again() ->
 async def test_a_text_of_the_engine_that_no_file_can_hold_is_shown_as_escapes() -> None:
     engine = FakeEngine()
     engine.text = "a\ud800\0"
-    events = RequestRun(engine, request(ITEMS[:1]), "i").events()
+    events = RequestRun(engine, request(ITEMS[:1]), CALL, "i").events()
     await asyncio.sleep(0)
     engine.finish(0, tokens=4)
     event = await anext(events)
@@ -202,7 +203,7 @@ async def test_tokens_that_were_cached_and_are_computed_again_are_counted() -> N
     """The fake engine finds nothing in its cache: the second sibling's block was there, and is gone."""
     engine = FakeEngine()
     items = [SampleItem("p", number, tuple(range(20)), seed=number) for number in range(2)]
-    events = RequestRun(engine, request(items), "i", CachedBlocks(16)).events()
+    events = RequestRun(engine, request(items), CALL, "i", CachedBlocks(16)).events()
     await asyncio.sleep(0)
     engine.finish(0, 1, tokens=3)
     *_, end = [event async for event in events]
@@ -214,7 +215,7 @@ async def test_each_prompt_s_earlier_responses_go_to_the_engine_once() -> None:
     """With the first sample that asks; its siblings have them from there."""
     engine = FakeEngine()
     asked = replace(request(ITEMS), earlier={"p": (np.array([4, 5], np.int32), np.array([6], np.int32))})
-    run = RequestRun(engine, asked, "i")
+    run = RequestRun(engine, asked, CALL, "i")
     await asyncio.sleep(0)
     assert [engine.asked[seed].earlier for seed in range(3)] == [((4, 5), (6,)), (), ()]
     await run.cancel()
@@ -223,7 +224,7 @@ async def test_each_prompt_s_earlier_responses_go_to_the_engine_once() -> None:
 async def test_drafts_are_counted_by_their_place() -> None:
     engine = FakeEngine()
     engine.drafts = [((4, 3), (2, 1)), ((), ()), ((1, 1), (1, 0))]
-    events = RequestRun(engine, request(ITEMS), "i").events()
+    events = RequestRun(engine, request(ITEMS), CALL, "i").events()
     await asyncio.sleep(0)
     engine.finish(0, 1, 2, tokens=3)
     *_, end = [event async for event in events]
@@ -236,7 +237,7 @@ async def test_a_driver_that_takes_over_finds_no_samples_of_the_one_before() -> 
     """The stream to a driver that was killed ends only when it next yields: its samples would still be running."""
     engine: Any = FakeEngine()
     function = GenerationFunction.__new__(GenerationFunction)
-    earlier, own = (RequestRun(engine, request([SampleItem("p", i, (1, 2), seed=i)]), "replica") for i in (0, 1))
+    earlier, own = (RequestRun(engine, request([SampleItem("p", i, (1, 2), seed=i)]), CALL, "replica") for i in (0, 1))
     function._runs = {earlier: 1, own: 2}
     await asyncio.sleep(0)
     await function._end_earlier(Call("run", attempt=2, step=0))

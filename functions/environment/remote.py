@@ -1,0 +1,115 @@
+"""The session of an episode on an environment replica, as a generation actor sees it.
+
+The session outlives the actor: an episode that is aborted leaves it open, and continues it from another actor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rlhfless.environments.contract import Description
+from rlhfless.environments.kept_sessions import GivenAnswer
+from rlhfless.environments.protocol import ModelAsked, ModelTurn, Opening
+from rlhfless.environments.trajectory import Answer
+from rlhfless.functions.calls import Call, Reply
+from rlhfless.util.errors import class_and_line
+
+log = logging.getLogger(__name__)
+
+
+class SessionLeft(Exception):
+    """The episode leaves its session open: it continues elsewhere."""
+
+
+async def ask_replica(name: str, call: Call, method: str, *arguments: object) -> Any:
+    """Call a method of an environment replica from another function, and return its value.
+
+    Raises the method's own error, or SessionLeft if the replica is lost.
+    """
+    from ray import serve  # takes seconds to import
+    from ray.exceptions import RayError, RayTaskError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        reply: Reply[Any] = await getattr(serve.get_app_handle(name), method).remote(call, *arguments)
+    except RayTaskError as error:
+        cause: BaseException = error.cause
+        raise cause from error
+    except (RayError, RayServeException) as error:
+        log.warning("environment replica %s is lost: %s", name, class_and_line(error))
+        raise SessionLeft from error
+    return reply.value
+
+
+AskReplica = Callable[..., Awaitable[Any]]
+"""`ask(method, *arguments)` returns the value of a call to the environment's replica. Raises SessionLeft if the episode
+is to stop here, or the replica is lost."""
+
+
+class RemoteEnvironment:
+    """The session of one episode, on an environment replica; an OpenSession."""
+
+    def __init__(self, description: Description, key: str, ask: AskReplica) -> None:
+        self.description = description
+        self._key, self._ask = key, ask
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[RemoteSession]:
+        """Open the episode's session. It stays open if the episode leaves it."""
+        try:
+            yield RemoteSession(self._key, self._ask)
+        except SessionLeft:
+            raise
+        except BaseException:
+            await self._end()
+            raise
+        await self._end()
+
+    async def _end(self) -> None:
+        await self._ask("end", self._key)
+
+
+class RemoteSession:
+    """See EnvironmentSession."""
+
+    def __init__(self, key: str, ask: AskReplica) -> None:
+        self._key, self._ask_replica = key, ask
+        self._asked: dict[str, int] = {}
+        self.resumed = False
+
+    async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
+        opening: Opening = await self._ask("reset", 0, seed, row)
+        return opening
+
+    async def call(self, number: int, tool: str, arguments: Any) -> Answer:
+        answer: Answer = await self._ask("call", number, tool, arguments)
+        return answer
+
+    async def reward(self) -> float | None:
+        number: float | None = await self._ask("reward", 0)
+        return number
+
+    async def snapshot(self) -> bytes:
+        number = self._asked["snapshot"] = self._asked.get("snapshot", -1) + 1
+        state: bytes = await self._ask("snapshot", number)
+        return state
+
+    async def restore(self, state: bytes) -> Opening:
+        opening: Opening = await self._ask("restore", 0, state)
+        return opening
+
+    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> float | None:
+        number = 0
+        asked: ModelAsked | float | None = await self._ask("play", 0, seed, row)
+        while isinstance(asked, ModelAsked):
+            number += 1
+            asked = await self._ask("turn", number, await turn(asked.messages))
+        return asked
+
+    async def _ask(self, method: str, number: int, *arguments: Any) -> Any:
+        given: GivenAnswer = await self._ask_replica("ask", self._key, method, number, *arguments)
+        self.resumed = given.resumed if method in ("reset", "play") else self.resumed
+        return given.value

@@ -1,0 +1,275 @@
+"""Episodes on a generation actor: turns of the engine, and answers of an environment on a replica of its own.
+
+An episode leaves the actor as a response of one turn does: aborted, with its tokens so far. Its session stays open, and
+the next actor repeats its calls, which the session answers without making them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from rlhfless.chat.encoding import end_token_ids
+from rlhfless.chat.messages import Message, conversation
+from rlhfless.environments.chat_format import Format, chat_format
+from rlhfless.environments.contract import Description
+from rlhfless.environments.episode import Event, Restarted, play_episode
+from rlhfless.environments.trajectory import (
+    Answer,
+    AnswerOutcome,
+    ContextSegment,
+    EnvironmentCall,
+    EpisodeLimits,
+    EpisodeTask,
+    GeneratedTurn,
+    ModelSegment,
+    Origin,
+    Parsed,
+    Trajectory,
+)
+from rlhfless.functions.environment.remote import RemoteEnvironment, SessionLeft, ask_replica
+from rlhfless.functions.generation.engine import Sampled
+from rlhfless.functions.generation.messages import SampleItem
+from rlhfless.functions.generation.rollouter import PriorTurn, Response, SampleTask, continued
+from rlhfless.records import EpisodeStatus, EpisodeTurn, FinishReason, Rollout, VersionSpan
+from rlhfless.spec import EnvironmentSpec, ModelSpec, RunSpec
+from rlhfless.util.clock import unix_s
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """What all episodes of a run have in common."""
+
+    spec: EnvironmentSpec
+    model: ModelSpec
+    prompt_field: str
+    chat_template: bool
+    chat_template_kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> EpisodeSettings | None:
+        """Return the settings of a run; None without an environment."""
+        if spec.environment is None:
+            return None
+        data = spec.data
+        return cls(spec.environment, spec.model, data.prompt_field, data.chat_template, data.chat_template_kwargs)
+
+    def chat_format(self) -> Format:
+        """Return the format of the run's conversations, with the model's tokenizer."""
+        from transformers import AutoTokenizer  # takes seconds to import
+
+        model = self.model
+        return chat_format(
+            AutoTokenizer.from_pretrained(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code),
+            end_token_ids(model.path),
+            template=self.chat_template,
+            kwargs=self.chat_template_kwargs,
+        )
+
+
+class EpisodeRollouter:
+    """Plays the episodes of a run; a Rollouter."""
+
+    def __init__(
+        self, settings: EpisodeSettings, chat: Format, ask: Callable[..., Awaitable[Any]] = ask_replica
+    ) -> None:
+        self._settings, self._chat, self._ask = settings, chat, ask
+        self._description: Description | None = None
+
+    async def finish(self, task: SampleTask) -> Response:
+        """See Rollouter. An aborted episode returns what it has."""
+        item, request = task.item, task.request
+        episode = EpisodeTask(item.prompt_id, item.sample_index, item.row, item.seed, messages=self._messages(item))
+        past, prior = past_of(item.prior)
+        played: list[Event] = list(past)
+        model = _Model(task, past, prior)
+
+        async def keep(event: Event) -> None:
+            if isinstance(event, Restarted):
+                played.clear()
+                model.restart()
+            else:
+                played.append(event)
+
+        context_tokens = len(item.prompt_token_ids) + request.sampling.max_tokens
+        limits = EpisodeLimits.of(self._settings.spec, context_tokens)
+        try:
+            environment = await self._environment(task)
+            trajectory = await play_episode(episode, model, self._chat, environment, limits, keep, past)
+        except SessionLeft as left:
+            segments = [event for event in played if isinstance(event, ContextSegment | ModelSegment)]
+            segments += left.partial if isinstance(left, _TurnAborted) else []
+            calls = tuple(event for event in played if isinstance(event, EnvironmentCall))
+            trajectory = Trajectory(item.key, tuple(segments), calls, EpisodeStatus.RUNNING, None)
+        return response_of(trajectory, task.request.actor)
+
+    def _messages(self, item: SampleItem) -> tuple[Message, ...]:
+        """Return the row's prompt as messages."""
+        prompt = item.row.get(self._settings.prompt_field)
+        return tuple(conversation(prompt, self._settings.prompt_field, item.row)) if prompt else ()
+
+    async def _environment(self, task: SampleTask) -> RemoteEnvironment:
+        """Return the episode's session. Raises SessionLeft."""
+        replica, item = task.request.environment, task.item
+
+        async def ask(method: str, *arguments: Any) -> Any:
+            return await _unless(task.aborted, self._ask(replica, task.call, method, *arguments))
+
+        if self._description is None:
+            description: Description = await ask("about")
+            self._chat.check([*description.tools, *({},) * description.offers])
+            self._description = description
+        key = f"{item.prompt_id}/{item.sample_index}/{item.seed}"
+        return RemoteEnvironment(self._description, key, ask)
+
+
+async def _unless(aborted: asyncio.Event, answer: Awaitable[T]) -> T:
+    """Wait for an answer. Raises SessionLeft if the sample is aborted first; the environment goes on with the call."""
+    asked, left = asyncio.ensure_future(answer), asyncio.create_task(aborted.wait())
+    try:
+        await asyncio.wait([asked, left], return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return asked.result()
+        raise SessionLeft
+    finally:
+        left.cancel()
+        asked.cancel()
+
+
+class _TurnAborted(SessionLeft):
+    """The engine aborted a turn."""
+
+    def __init__(self, partial: Sequence[ModelSegment]) -> None:
+        super().__init__()
+        self.partial = tuple(partial)
+
+
+class _Model:
+    """The engine as an episode's model."""
+
+    def __init__(self, task: SampleTask, past: Sequence[Event], prior: PriorTurn) -> None:
+        """`past`: the finished turns of earlier actors. `prior`: what they generated of the next one."""
+        self._task, self._prior = task, prior
+        self._turn = sum(isinstance(event, ModelSegment) for event in past)
+        first = past[0] if past else None
+        self._opening = len(first.token_ids) if isinstance(first, ContextSegment) else None
+
+    def restart(self) -> None:
+        """Forget the turns so far."""
+        self._prior, self._turn, self._opening = PriorTurn(), 0, None
+
+    async def generate(self, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> GeneratedTurn:
+        """See Model. Raises _TurnAborted."""
+        context, prior = tuple(token_ids), self._prior
+        self._prior = PriorTurn()
+        self._opening = len(context) if self._opening is None else self._opening
+        sampled = await continued(
+            self._task.generate, context, prior, seed=seed, max_tokens=max_tokens,
+            response=len(context) - self._opening,
+        )  # fmt: skip
+        generated = GeneratedTurn(
+            sampled.token_ids,
+            sampled.finish_reason,
+            sampled.logprobs,
+            sampled.version_spans,
+            self._task.request.actor,
+            cached_tokens=sampled.cached_tokens,
+        )
+        if sampled.finish_reason is FinishReason.ABORT:
+            now_s = unix_s()
+            partial = ModelSegment(self._turn, seed, generated, sampled.text, Parsed.UNFINISHED, now_s, now_s)
+            raise _TurnAborted([partial] if sampled.token_ids else [])
+        self._turn += 1
+        return generated
+
+
+def past_of(prior: Rollout | None) -> tuple[list[Event], PriorTurn]:
+    """Return the events of an aborted episode, and what was generated of its unfinished turn."""
+    if prior is None or prior.episode is None or not prior.episode.opening:
+        return [], PriorTurn()
+    episode, at = prior.episode, 0
+    events: list[Event] = [ContextSegment(Origin.PROMPT, episode.opening)]
+    for number, turn in enumerate(episode.turns):
+        if turn.start > at:
+            events.append(ContextSegment(Origin.TOOL, _ids(prior, at, turn.start)))
+        at = turn.end
+        if turn.finish_reason == FinishReason.ABORT:
+            part = prior.part(turn.start, turn.end)
+            return events, PriorTurn(_ids(prior, turn.start, turn.end), part.logprobs, part.version_spans, turn.text)
+        events.append(_segment_of(prior, number, turn))
+        for call in episode.calls:
+            if call.turn == number:
+                answer = Answer(call.text, AnswerOutcome(call.outcome), call.reward, call.done)
+                events.append((call.number, call.tool, call.arguments))
+                events.append(
+                    EnvironmentCall(
+                        call.number, number, call.tool, call.arguments, answer, call.wait_s, call.call_id,
+                        call.cut_tokens,
+                    )
+                )  # fmt: skip
+    if len(prior.token_ids) > at:
+        events.append(ContextSegment(Origin.TOOL, _ids(prior, at, len(prior.token_ids))))
+    return events, PriorTurn()
+
+
+def _segment_of(prior: Rollout, number: int, turn: EpisodeTurn) -> ModelSegment:
+    part = prior.part(turn.start, turn.end)
+    generated = GeneratedTurn(
+        _ids(prior, turn.start, turn.end),
+        FinishReason(turn.finish_reason),
+        tuple(part.logprobs.tolist()),
+        part.version_spans,
+        prior.actor,
+        cached_tokens=turn.cached_tokens,
+    )
+    return ModelSegment(number, turn.seed, generated, turn.text, Parsed(turn.parsed), turn.started_s, turn.ended_s)
+
+
+def _ids(rollout: Rollout, start: int, end: int) -> tuple[int, ...]:
+    return tuple(map(int, rollout.token_ids[start:end]))
+
+
+def response_of(trajectory: Trajectory, actor: str) -> Response:
+    """Return an episode as a response: the tokens after its opening, with those of the environment."""
+    segments = list(trajectory.segments[1:])
+    if trajectory.status is not EpisodeStatus.RUNNING:
+        while segments and isinstance(segments[-1], ContextSegment):
+            segments.pop()  # the model has not read it
+    starts = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))
+    logprobs: list[float] = []
+    spans: list[VersionSpan] = []
+    for start, segment in zip(starts, segments, strict=False):
+        if isinstance(segment, ModelSegment):
+            logprobs += segment.generated.logprobs
+            spans += (VersionSpan(s.version, s.start + start, s.end + start) for s in segment.generated.version_spans)
+        else:
+            logprobs += [0.0] * len(segment.token_ids)
+    turns = trajectory.turns
+    sampled = Sampled(
+        request_id=actor,
+        token_ids=tuple(token for segment in segments for token in segment.token_ids),
+        logprobs=tuple(logprobs),
+        finish_reason=_finish_reason(trajectory),
+        version_spans=tuple(spans),
+        cached_tokens=turns[0].generated.cached_tokens if turns else 0,
+        text="".join(turn.text for turn in turns),
+    )
+    return Response(sampled, trajectory.episode())
+
+
+def _finish_reason(trajectory: Trajectory) -> FinishReason:
+    """Return LENGTH for an episode that was cut off by a limit of tokens or seconds."""
+    if trajectory.status is EpisodeStatus.RUNNING:
+        return FinishReason.ABORT
+    if trajectory.status in (EpisodeStatus.TOKENS, EpisodeStatus.TIME):
+        return FinishReason.LENGTH
+    turns = trajectory.turns
+    return turns[-1].generated.finish_reason if turns else FinishReason.STOP
