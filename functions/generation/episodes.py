@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from rlhfless.chat.encoding import end_token_ids
+from rlhfless.chat.end_tokens import end_token_ids
 from rlhfless.chat.messages import Message, conversation
 from rlhfless.environments.chat_format import Format, chat_format
 from rlhfless.environments.contract import Description

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 
@@ -82,19 +80,3 @@ class Encoder:
         at = next((i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain), 0)
         after = whole[at + len(plain) :] if plain else []
         return whole[:at] if plain else whole, [token for token in after if token not in self._ends]
-
-
-def end_token_ids(path: str) -> tuple[int, ...]:
-    """Return `eos_token_id` from generation_config.json, else from config.json."""
-    from transformers.utils import cached_file
-
-    for name in ("generation_config.json", "config.json"):
-        try:
-            file = cached_file(path, name)
-            values = json.loads(Path(file).read_text("utf-8")) if file else {}
-        except (OSError, ValueError):  # no such file, or no answer; a broken file is for its own reader to refuse
-            continue
-        ends = values.get("eos_token_id") if isinstance(values, dict) else None
-        if ends is not None:
-            return tuple(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int))
-    return ()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhfless.chat.encoding import end_token_ids
+from rlhfless.chat.end_tokens import end_token_ids
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.scaling.latency.attention import UnknownShape, attention_form
 from rlhfless.scaling.latency.shape import ModelShape

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless.chat.encoding import end_token_ids
+from rlhfless.chat.end_tokens import end_token_ids
 from rlhfless.prepare.model import load_policy
 from rlhfless.spec import ModelSpec
 
