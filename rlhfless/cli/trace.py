@@ -159,6 +159,9 @@ def selected(trace: Trace, wanted: SamplesWanted) -> Iterator[TracedRollout]:
 
 def as_object(rollout: TracedRollout, prompt: TracedPrompt | None) -> dict[str, Any]:
     """Return a sample as JSON values."""
+    from rlhfless.records.episodes import Episode
+
+    episode = None if rollout.episode is None else Episode.of_json(rollout.episode)
     return {
         "step": rollout.step,
         "prompt_id": rollout.prompt_id,
@@ -171,6 +174,8 @@ def as_object(rollout: TracedRollout, prompt: TracedPrompt | None) -> dict[str, 
         "reward": rollout.reward,
         "rewards": dict(rollout.reward_parts),
         "failures": dict(rollout.reward_failures),
+        "turns": [] if episode is None else episode.shown(),
+        "episode_status": rollout.episode_status,
     }
 
 
@@ -191,10 +196,24 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
             typer.echo("")
         parts = [f"{name} {decimal(value)}" for name, value in sample["rewards"].items()]
         drawn = "greedy" if sample.get("greedy") else f"sample {sample['sample_index']}"
+        turns = sample.get("turns", ())
         end = "cut off" if sample["finish_reason"] == "length" else sample["finish_reason"]
+        end = f"{len(turns)} turns, ended by: {sample['episode_status']}" if turns else end
         head = f"{drawn}: reward {decimal(sample['reward'])} ({', '.join(parts) or 'no part'})"
         typer.secho(legible(f"{head}, {sample['response_tokens']} tokens, {end}"), dim=True)
         for name, cause in sample["failures"].items():
             typer.secho(legible(f"{name} failed: {cause}"), fg="red")
-        typer.echo(legible(sample["response"] or ""))
+        for number, turn in enumerate(turns, start=1):
+            reward = "" if turn["reward"] is None else f", reward {decimal(turn['reward'])}"
+            typer.secho(f"turn {number}{reward}", dim=True)
+            typer.echo(legible(turn["text"]))
+            for call in turn["calls"]:
+                outcome = "" if call["outcome"] == "result" else f", {call['outcome']}"
+                named = (
+                    f"{call['tool']}({json.dumps(call['arguments'], ensure_ascii=False)})" if call["tool"] else "answer"
+                )
+                typer.secho(legible(f"{named}{outcome}, {call['wait_s']:.2f} s"), dim=True)
+                typer.echo(legible(call["answer"]))
+        if not turns:
+            typer.echo(legible(sample["response"] or ""))
         typer.echo("")

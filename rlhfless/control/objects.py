@@ -142,6 +142,28 @@ class MetricsObject(ApiObject):
     series: list[Series]
 
 
+class TurnCall(ApiObject):
+    """A call of an environment, with its answer."""
+
+    tool: str
+    """Empty for an answer to the turn's text."""
+    arguments: Any
+    outcome: str
+    """`result`, `refused` (by the tool) or `invalid` (no such tool, or wrong arguments)."""
+    answer: str
+    wait_s: float
+
+
+class TurnObject(ApiObject):
+    """A turn of the model in an episode."""
+
+    text: str
+    parsed: str
+    """What it contains: `calls`, `text`, `invalid` or `unfinished`."""
+    reward: float | None
+    calls: list[TurnCall]
+
+
 class RolloutObject(ApiObject):
     """A sample of a run, for people to read."""
 
@@ -174,6 +196,10 @@ class RolloutObject(ApiObject):
     """The expected answer by reward, as the reward compares it."""
     special_tokens: list[str] = Field(default_factory=list)
     """Special tokens that are in the prompt or the response."""
+    turns: list[TurnObject] = Field(default_factory=list)
+    """The turns of an episode; empty in a run without an environment."""
+    episode_status: str = ""
+    """How the episode ended."""
 
 
 class Bar(ApiObject):

@@ -117,6 +117,28 @@ class Episode:
                     messages.append({**role, "content": call.text or ""})
         return messages
 
+    def shown(self) -> list[dict[str, Any]]:
+        """Return the turns with their calls as JSON values, for people to read."""
+        return [
+            {
+                "text": turn.text,
+                "parsed": turn.parsed,
+                "reward": turn.reward,
+                "calls": [
+                    {
+                        "tool": call.tool,
+                        "arguments": call.arguments,
+                        "outcome": call.outcome,
+                        "answer": call.text or "",
+                        "wait_s": call.wait_s,
+                    }
+                    for call in self.calls
+                    if call.turn == number
+                ],
+            }
+            for number, turn in enumerate(self.turns)
+        ]
+
     def as_json(self) -> dict[str, Any]:
         """Return the episode as JSON values."""
         return dataclasses.asdict(self)

@@ -62,7 +62,7 @@ class SampleReader:
         return found
 
     def _object(self, prompt: Prompt, sample: Sample, split: str, *, greedy: bool = False) -> dict[str, Any]:
-        rollout = sample.rollouts[-1]
+        rollout, episode = sample.rollouts[-1], sample.episode
         score = sample.scored
         texts = _cut(prompt.text), _cut(sample.text)
         return {
@@ -82,6 +82,8 @@ class SampleReader:
             "rewards": {name: float(value) for name, value in score.parts.items()},
             "reward": float(score.total),
             "failures": {name: _cut(why) for name, why in score.failures.items()},
+            "turns": [] if episode is None else _cut_texts(episode.shown()),
+            "episode_status": "" if episode is None else str(episode.status),
         }
 
     def _expected(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
@@ -109,6 +111,15 @@ def _extremes(group: Group) -> list[tuple[Group, Sample]]:
     ordered = sorted(scored, key=lambda sample: (sample.scored.total, sample.sample_index))
     shown = [*ordered[-1:], *ordered[:1], *failed[:1]]
     return [(group, sample) for sample in {id(each): each for each in shown}.values()]
+
+
+def _cut_texts(value: Any) -> Any:
+    """Cut all texts in JSON values."""
+    if isinstance(value, str):
+        return _cut(value)
+    if isinstance(value, list):
+        return [_cut_texts(each) for each in value]
+    return {name: _cut_texts(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _short(value: Any) -> Any:

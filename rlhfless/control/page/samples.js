@@ -126,9 +126,18 @@ export function samplesTab(root, { path }) {
     return h("section", { class: "response" },
       h("header", {}, h("b", { class: "total", title: "Total reward" }, number(sample.reward ?? NaN)), h("ul", { class: "parts", "aria-label": "Rewards by part" }, parts)),
       failures,
-      sample.response ? text(sample.response, sample, "text") : h("p", { class: "text muted" }, "(empty)"),
+      sample.turns?.length ? h("ol", { class: "turns" }, sample.turns.map((each) => turn(each, sample))) : sample.response ? text(sample.response, sample, "text") : h("p", { class: "text muted" }, "(empty)"),
       h("p", { class: "facts", title: sample.weights }, sample.greedy ? h("span", { class: "label" }, "greedy") : h("span", {}, `sample ${sample.sample_index}`),
-        h("span", {}, `${sample.response_tokens.toLocaleString("en")} tokens`), h("span", { class: end[1] }, end[0]), h("span", {}, `weights of ${version(sample.weights)}`)));
+        h("span", {}, `${sample.response_tokens.toLocaleString("en")} tokens`), h("span", { class: end[1] }, sample.turns?.length ? `${sample.turns.length} turns, ended by: ${sample.episode_status}` : end[0]), h("span", {}, `weights of ${version(sample.weights)}`)));
+  }
+
+  /** A turn of an episode, with the environment's answers. */
+  function turn(each, sample) {
+    return h("li", {},
+      each.text ? text(each.text, sample, "text") : h("p", { class: "text muted" }, "(empty)"),
+      each.calls.map((call) => h("div", { class: call.outcome === "result" ? "call" : "call bad" },
+        h("p", { class: "facts" }, h("span", {}, call.tool ? `${call.tool}(${JSON.stringify(call.arguments)})` : "environment"), call.outcome === "result" ? null : h("span", { class: "bad" }, call.outcome), h("span", {}, `${call.wait_s.toFixed(2)} s`)),
+        text(call.answer, sample, "text"))));
   }
 
   /** A text with special tokens and what was searched for apart from the rest. */

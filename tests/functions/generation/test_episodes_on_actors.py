@@ -2,6 +2,7 @@
 is made twice."""
 
 import asyncio
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlhfless.functions.generation.engine import Sampled
 from rlhfless.functions.generation.episodes import EpisodeRollouter, EpisodeSettings
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem, Sampling
 from rlhfless.functions.generation.rollouter import Response, SampleTask
-from rlhfless.records import EpisodeStatus, FinishReason, Group, Prompt, Rollout, VersionSpan
+from rlhfless.records import Episode, EpisodeStatus, FinishReason, Group, Prompt, Rollout, VersionSpan
 from rlhfless.spec import EnvironmentSpec, ModelSpec
 
 TEXTS = [
@@ -244,3 +245,17 @@ async def test_an_environment_replica_that_is_lost_aborts_the_episode():
     )
     assert response.sampled.finish_reason is FinishReason.ABORT
     assert response.episode.status is EpisodeStatus.RUNNING
+
+
+async def test_an_episode_is_shown_and_recorded_turn_by_turn():
+    response = await Actor(sessions_of(Sums), TEXTS).plays()
+    episode = Episode.of_json(json.loads(json.dumps(response.episode.as_json())))
+    assert episode == response.episode
+    assert [[call["answer"] for call in turn["calls"]] for turn in episode.shown()] == [["total 3"], ["total 7"], []]
+    assert [(each["role"], each["content"]) for each in episode.transcript()] == [
+        ("assistant", TEXTS[0].removesuffix("<|im_end|>")),
+        ("tool", "total 3"),
+        ("assistant", TEXTS[1].removesuffix("<|im_end|>")),
+        ("tool", "total 7"),
+        ("assistant", "The sum is 7."),
+    ]
