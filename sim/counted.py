@@ -1,7 +1,7 @@
 """The samples of a step, counted: numbers and lengths in arrays, without tokens.
 
 They implement rlhfless.orchestrator.stage_samples.StageSamples. The engines (rlhfless.sim.engines) write to the same
-arrays, and report for all actors at once: one message for the groups that are complete, and one heartbeat.
+arrays, and report for all actors at once, in one message, the groups that are complete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rlhfless.functions.calls import Call, CallUsage
-from rlhfless.functions.generation.messages import Progress
 from rlhfless.records import Work
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
@@ -88,9 +87,10 @@ class CountedSamples:
 
     def __init__(self, request: CountedRolloutRequest, engines: StepEngines, slots: int) -> None:
         """`slots`: number of slots for generation actors."""
-        batch, progress = request.batch, engines.begin(request.batch, self._report, self._look)
+        batch, progress = request.batch, engines.begin(request.batch, self._report)
         table = progress.table
         self.request = request
+        self._engines = engines
         self.step = request.call.step
         self.receive: Callable[[int, Any], None] = lambda *_: None
         """Takes the messages of the engines: GenerationStage.receive."""
@@ -139,6 +139,7 @@ class CountedSamples:
         return self.assignment.unassigned
 
     def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
+        self._engines.settle()
         self._counts = None
         batch, table = self.request.batch, self.progress.table
         return StepView(
@@ -220,9 +221,7 @@ class CountedSamples:
 
     # -- messages of actors
 
-    def take(self, request: int, message: CountedFinished | Progress) -> list[CountedGroup]:
-        if isinstance(message, Progress):
-            return []  # the engines write to the view
+    def take(self, request: int, message: CountedFinished) -> list[CountedGroup]:
         self._leave(message.aborted[self._request_of[message.aborted] == request])
         self._complete += message.groups.size
         prompts, batch = self.request.prompts, self.request.batch
@@ -243,10 +242,6 @@ class CountedSamples:
         """Send a message: these groups have become complete."""
         self._end_requests()
         self.receive(NONE, CountedFinished(groups))
-
-    def _look(self) -> None:
-        """Send a message: the engines have reached this time."""
-        self.receive(NONE, Progress("", {}))
 
     def _aborted(self, request: int, samples: Ints) -> None:
         """Send a message: these samples of a request have left its engine."""

@@ -28,17 +28,14 @@ ROUNDING_S = 1e-9
 class GeneratedStep:
     """A step that is being generated, and its messages to the driver."""
 
-    def __init__(
-        self, progress: StepProgress, report: Callable[[Ints], None], look: Callable[[], None], heartbeat_s: float
-    ) -> None:
+    def __init__(self, progress: StepProgress, report: Callable[[Ints], None]) -> None:
         self.progress = progress
         self.engines: dict[tuple[int, int], SimulatedEngine] = {}
         """By slot and life of its actor: the engines that have had samples of the step."""
-        self._report, self._look, self._heartbeat_s = report, look, heartbeat_s
+        self._report = report
         self._told = np.zeros(progress.batch.groups, np.bool_)
         self._told_s, self._at_once = -math.inf, False
         self._due: asyncio.TimerHandle | None = None
-        self._next_look: asyncio.TimerHandle | None = None
 
     def report(self) -> float:
         """Schedule the report of the groups that have become complete, if any; return its time."""
@@ -55,7 +52,7 @@ class GeneratedStep:
             due_s = min(due_s, float(complete_s.max()))
         due_s = max(due_s, unix_s())
         if self._due is None or due_s < self._due.when():
-            self._cancel(self._due)
+            self.end()
             self._due = asyncio.get_running_loop().call_at(due_s, self._tell)
         return self._due.when()
 
@@ -69,42 +66,23 @@ class GeneratedStep:
         self._report(new)
         self._at_once &= math.isfinite(self.report())  # engines may be ahead of the clock
 
-    def look_from_now(self, settle: Callable[[], None]) -> None:
-        """Send heartbeats from the first sample to the last. `settle` is called before each."""
-
-        def heartbeat() -> None:
-            if self.progress.unfinished:
-                settle()
-                self._look()
-                self._next_look = asyncio.get_running_loop().call_later(self._heartbeat_s, heartbeat)
-
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(self._heartbeat_s, heartbeat)
-
     def end(self) -> None:
         """Send no more messages."""
-        self._cancel(self._due)
-        self._cancel(self._next_look)
-
-    @staticmethod
-    def _cancel(timer: asyncio.TimerHandle | None) -> None:
-        if timer is not None:
-            timer.cancel()
+        if self._due is not None:
+            self._due.cancel()
 
 
 class StepEngines:
     """The engines of the steps that are being generated. A step is known by its number, from `begin` to `end`."""
 
-    def __init__(
-        self, actors: Sequence[ActorShape], heartbeat_s: float, batches: Sequence[RolloutBatch], steps: int = 1
-    ) -> None:
+    def __init__(self, actors: Sequence[ActorShape], batches: Sequence[RolloutBatch], steps: int = 1) -> None:
         """Reserve room for `steps` steps at once, each as large as the largest of these batches."""
         samples = max(batch.samples for batch in batches)
         nodes = max(batch.groups + len(batch.tree) for batch in batches)
         self._free = rows_of(steps, samples, nodes)
         """Rows of the table that belong to no step."""
         self._actors = actors
-        self._heartbeat_s = heartbeat_s
+        self._settled_s = -math.inf
         self._steps: dict[int, GeneratedStep] = {}
         self._pools = _pools(actors, self._free[0].table)
         self._pool_of = {slot: pool for pool in self._pools for slot in pool.slots.tolist()}
@@ -114,13 +92,13 @@ class StepEngines:
         """The number of tokens that have been generated."""
         return sum(int(pool.memory.engine["decoded"].sum()) for pool in self._pools)
 
-    def begin(self, batch: RolloutBatch, report: Callable[[Ints], None], look: Callable[[], None]) -> StepProgress:
+    def begin(self, batch: RolloutBatch, report: Callable[[Ints], None]) -> StepProgress:
         """Start a step, or start it again. `report` is called with the groups that have become complete since its last
-        call, and `look` once per heartbeat from the first sample to the last."""
+        call."""
         if batch.step in self._steps:
             self.end(batch.step)
         progress = StepProgress(batch, unix_s(), self._free.pop(0))
-        self._steps[batch.step] = GeneratedStep(progress, report, look, self._heartbeat_s)
+        self._steps[batch.step] = GeneratedStep(progress, report)
         return progress
 
     def end(self, step: int) -> None:
@@ -150,7 +128,6 @@ class StepEngines:
     def submit(self, step: int, slot: int, life: int, samples: Ints, at_s: float) -> None:
         """Append samples to the engine's queue."""
         self.engine(step, slot, life).submit(samples, at_s)
-        self._steps[step].look_from_now(self._settle)
 
     def withdraw(self, engine: SimulatedEngine, samples: Ints) -> None:
         """Take samples out of an engine if it still has any of them."""
@@ -202,10 +179,12 @@ class StepEngines:
         first, second, *_ = sorted(self._pools, key=lambda pool: pool.next_s)
         return first, second.next_s
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Run all engines to this time, so that the tokens of all samples are up to date."""
-        for pool in self._pools:
-            pool.advance(unix_s())
+        if (now_s := unix_s()) > self._settled_s:
+            self._settled_s = now_s
+            for pool in self._pools:
+                pool.advance(now_s)
 
 
 def _pools(actors: Sequence[ActorShape], table: Table) -> list[EnginePool]:

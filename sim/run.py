@@ -180,7 +180,7 @@ async def _simulate(
     call_limit_s: float,
     limit_s: float,
 ) -> Trace:
-    engines = StepEngines(setup.actors, setup.links.heartbeat_s, batches, 1 + setup.schedule.steps_ahead)
+    engines = StepEngines(setup.actors, batches, 1 + setup.schedule.steps_ahead)
     _advance_engines(engines, limit_s)
     spec = spec_of(setup, batches[-1].step, call_limit_s)
     writer = MemoryTrace()

@@ -83,7 +83,8 @@ class GenerationStage:
         self._lost_in_a_row = self._ended_before = 0
         """Actors that died or failed to start since the last sample ended, and how many samples had ended by then."""
         self._events: asyncio.Queue[_Message | Exception] = asyncio.Queue()
-        self._asked_s: float | None = None
+        self._begun = False
+        """Whether the policy was asked about the step."""
         self._busy_cores = busy_cores
         self._busy: BusyCores | None = None
         self.host_busy_cores = 0.0 if busy_cores else None
@@ -114,7 +115,7 @@ class GenerationStage:
             if self._busy is not None:
                 self.host_busy_cores = self._busy.mean()
             # The policy takes time to update its estimates; here this overlaps with scoring the last groups.
-            if self._asked_s is not None:
+            if self._begun:
                 self._ask(Generated())
         finally:
             self.over = True
@@ -125,9 +126,10 @@ class GenerationStage:
         what = "step %d: %s: %d samples of %d prompts to generate on %d actors; %d of them resume with %d tokens"
         counts = len(self.samples.slot_of), len(self.request.prompts), actors, *self.samples.resumed
         log.info(what, self.step, self.request.work, *counts)
-        self._asked_s = monotonic_s()
+        self._begun = True
         self._runner.begin(self.samples)
         self._submit_waiting()
+        self._calls.add(asyncio.create_task(self._beat()))
         heard = False
         while self._gate.left:
             for group in self._handle(await self._events.get()):
@@ -196,7 +198,7 @@ class GenerationStage:
 
     def _on_event(self, event: Event, loss: str = "") -> None:
         """Handle an event from outside the stage. `loss`: why an actor died. Errors are raised by `groups`."""
-        if self._asked_s is None or self.over:
+        if not self._begun or self.over:
             return
         try:
             if loss:
@@ -204,6 +206,12 @@ class GenerationStage:
             self._ask(event)
         except Exception as error:
             self._events.put_nowait(error)
+
+    async def _beat(self) -> None:
+        """Ask the policy once per interval, also while actors start or load weights."""
+        while not self.over:
+            await asyncio.sleep(self._spec.generation.progress_interval_s)
+            self._on_event(Heartbeat())
 
     def _ask(self, event: Event) -> None:
         self._runner.ask(event, self.step)
@@ -309,7 +317,6 @@ class GenerationStage:
                 self._lose(event.request, lost)
             case Progress() as progress:
                 self.samples.take(event.request, progress)
-                self._heartbeat()
             case StreamEnd():
                 pass
             case finished:
@@ -320,13 +327,6 @@ class GenerationStage:
     def _admitted(self, complete: Iterable[Group]) -> list[Group]:
         """Return the groups that the step learns from, of those that have become complete."""
         return [group for group in complete if self._gate.admits(group.prompt.prompt_id)]
-
-    def _heartbeat(self) -> None:
-        """Ask the policy at most once per interval: every actor sends its own heartbeats."""
-        now_s = monotonic_s()
-        if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
-            self._asked_s = now_s
-            self._ask(Heartbeat())
 
     def _lose(self, request: int, error: ReplicaLost) -> None:
         """Requeue the samples of a request whose actor died. The actor's first one also reports the slot as Lost."""

@@ -4,8 +4,8 @@ A router gives each sample to the replica with the fewest samples. Samples that 
 move: when a new replica serves, it takes its share of the waiting samples. A superfluous replica gets no more samples,
 finishes the samples it has, and is released.
 
-An autoscaler decides the number of replicas from running and queued requests, averaged over windows. The policy asks it
-at the autoscaler's own interval. docs/policies.md has the sources of the defaults.
+An autoscaler decides the number of replicas from running and queued requests, averaged over windows. It sees their
+number at every event, and decides at its own interval. docs/policies.md has the sources of the defaults.
 """
 
 from __future__ import annotations
@@ -134,6 +134,9 @@ class Autoscaler(Protocol):
     interval_s: float
     """Seconds between two decisions."""
 
+    def see(self, at_s: float, ongoing: int) -> None:
+        """Take note of the number of requests from now on."""
+
     def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
         """Return the number of replicas to have; `replicas` were wanted last, and `ongoing` counts all requests."""
         ...
@@ -149,8 +152,11 @@ class RayServe:
         self._direction = 0
         self._since_s = 0.0
 
-    def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
+    def see(self, at_s: float, ongoing: int) -> None:
         self._window.record(at_s, ongoing)
+
+    def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
+        self.see(at_s, ongoing)
         mean = self._window.mean(at_s, self._settings.look_back_period_s)
         desired = max(math.ceil(mean / self._settings.target_ongoing_requests), 1)  # min_replicas is 1
         direction = (desired > replicas) - (desired < replicas)
@@ -174,9 +180,12 @@ class Knative:
         """When the short window last called for panic; None while calm."""
         self._zero_since_s: float | None = None
 
+    def see(self, at_s: float, ongoing: int) -> None:
+        self._window.record(at_s, ongoing)
+
     def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
         settings, ready = self._settings, max(replicas, 1)
-        self._window.record(at_s, ongoing)
+        self.see(at_s, ongoing)
         target = settings.target_concurrency * settings.target_share
         panic_s = settings.stable_window_s * settings.panic_window_share
         stable = math.ceil(self._window.mean(at_s, settings.stable_window_s) / target)
@@ -210,10 +219,13 @@ class Keda:
         self._active_s = -math.inf
         self._polled_s = -math.inf
 
-    def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
-        settings = self._settings
+    def see(self, at_s: float, ongoing: int) -> None:
         if ongoing > 0:
             self._active_s = at_s
+
+    def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
+        settings = self._settings
+        self.see(at_s, ongoing)
         if replicas == 0:
             if at_s - self._polled_s < settings.polling_s:
                 return 0
@@ -242,11 +254,12 @@ class QueueReactive:
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
+        self._autoscaler.see(at_s, now.left)
         match event:
             case StepBegan():
                 return self._begin(now)
-            case Serving(slot):
-                return _take_share(now, slot, len(self._actors(now)))
+            case Serving(slot) if slot in (actors := self._actors(now)):
+                return _take_share(now, slot, len(actors))
             case Heartbeat() | StepEnded() | Idle():
                 return self._scale(now, now.left)
             case Lost(slot, samples):

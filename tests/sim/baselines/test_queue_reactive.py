@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from fakes.views import ABSENT, UP, fleet_of, learner, replica_slot, view_of
-from rlhfless.scaling.policy import Assign, Heartbeat, Move, Release, Serving, SlotView, Start, StepBegan
+from rlhfless.scaling.policy import (
+    Assign,
+    Generated,
+    Heartbeat,
+    Move,
+    Release,
+    Serving,
+    SlotView,
+    Start,
+    StepBegan,
+    StepEnded,
+)
 from rlhfless.sim.baselines.queue_reactive import (
     Autoscaler,
     Keda,
@@ -99,3 +110,25 @@ def test_one_too_many_goes_when_it_is_empty() -> None:
     assert [a for a in actions if isinstance(a, Release)] == [Release(1)]
     moved = view_of(FLEET, [UP, ABSENT, UP, UP], prompts=3, siblings=1, home=[-1, -1, 0], **one_left)  # type: ignore[arg-type]
     assert policy.decide(21.0, Heartbeat(), moved) == [Release(2)]
+
+
+def test_requests_count_until_they_end_whenever_the_autoscaler_decides() -> None:
+    """140 requests want two replicas. They end after 3 s, between two decisions; after another minute none is wanted,
+    and the number is halved. If they counted until the next decision, the mean would still want two."""
+    policy = make_policy("queue_reactive_knative", KnativeSpec())
+    prompts = 140
+    view = view_of(FLEET, [UP] * 4, prompts=prompts, siblings=1)
+    policy.decide(0.0, StepBegan(), view)
+    policy.decide(2.0, Heartbeat(), view)
+    done = view_of(FLEET, [UP] * 4, prompts=prompts, siblings=1, finished=[True] * prompts)
+    policy.decide(3.0, Generated(), done)
+    actions = policy.decide(70.0, StepEnded(0.0, 70.0), done)
+    assert [a for a in actions if isinstance(a, Release)] == [Release(1), Release(2)]
+
+
+def test_a_replica_that_is_one_too_many_takes_no_share() -> None:
+    policy = make_policy("queue_reactive_keda", KedaSpec(target_value=12.0))
+    policy.decide(0.0, StepBegan(), view_of(FLEET, [UP] * 4, prompts=24, siblings=1))  # two replicas
+    view = view_of(FLEET, [UP] * 4, prompts=24, siblings=1, tokens=[7] * 8 + [0] * 16, home=[0] * 24)
+    assert policy.decide(5.0, Serving(2), view) == []
+    assert [type(action) for action in policy.decide(5.0, Serving(1), view)] == [Move]
