@@ -231,8 +231,8 @@ class ReplicaPool(Replicas):
     # -- sleep and wake, called by Turns
 
     async def fall_asleep(self, call: Call) -> None:
-        """Put all replicas to sleep. Replicas that fail to offload are killed, because they may hold memory that the
-        next function needs."""
+        """Put all replicas to sleep, and wait for those that leave. Replicas that are lost or fail to offload are
+        killed, because they may hold memory that the next function needs."""
 
         async def put_to_sleep(replica: Replica) -> None:
             try:
@@ -243,6 +243,9 @@ class ReplicaPool(Replicas):
                 replica.lost = True  # it was DRAINING, which counts as leaving, but it was still needed
                 await self._call_off(replica)
 
+        if self._leaving:
+            await asyncio.wait(self._leaving.values())
+        await self.remove_dead()
         await gather_or_cancel(*(put_to_sleep(replica) for replica in self.replicas()))
 
     async def wake_up(self, call: Call) -> None:

@@ -56,7 +56,8 @@ class Replicas:
         """The last replica on each allocation, by identity of the allocation."""
         self._allocations = self._blueprint.allocations
         self._launches = 0
-        self._removed: set[str] = set()
+        self._there: dict[str, Replica] = {}
+        """Replicas that the cluster may still have, by name."""
 
     @property
     def kind(self) -> FunctionSpec:
@@ -151,6 +152,8 @@ class Replicas:
 
     async def _remove(self, names: Sequence[str]) -> None:
         """Stop replicas, and release devices that no other replica uses."""
+        for name in names:
+            self._there.pop(name, None)
         await self._cluster.delete(names)
         await self._devices.release(*names)
 
@@ -167,7 +170,7 @@ class Replicas:
 
     def _new(self, name: str, allocation: Allocation) -> Replica:
         replica = Replica(name, self.function, allocation, self._recorder)
-        self._replicas[name] = self._newest[id(allocation)] = replica
+        self._replicas[name] = self._there[name] = self._newest[id(allocation)] = replica
         return replica
 
     def _name(self, number: object) -> str:
@@ -220,11 +223,10 @@ class Replicas:
             replica.give_up(str(silence))
 
     async def remove_dead(self) -> None:
-        """Delete lost replicas, so that Serve does not restart them and their allocations are free."""
-        dead = [name for name, replica in self._replicas.items() if replica.state is ReplicaState.DEAD]
-        remains = [name for name in dead if name not in self._removed]
-        self._removed.update(remains)
-        await self._remove(remains)
+        """Delete lost replicas, so that Serve does not restart them and their allocations are free: also those that
+        were draining, waking or asleep, and count as retired."""
+        if remains := [name for name, replica in self._there.items() if not replica.state.holds_device]:
+            await self._remove(remains)
 
     # -- stopping
 
@@ -243,6 +245,7 @@ class Replicas:
         names = [replica.name for replica, is_ours in zip(running, ours, strict=True) if is_ours]
         await self._remove(names)
         for replica in running:
+            self._there.pop(replica.name, None)
             replica.mark_ended()
 
     async def _say_stop(self, replica: Replica) -> bool:

@@ -135,6 +135,23 @@ async def test_pools_on_one_device_take_turns_and_a_pool_beside_them_does_not() 
     assert cluster.stopped == ["learner-0"]
 
 
+async def test_a_turn_waits_for_a_replica_that_leaves_and_deletes_one_that_is_lost() -> None:
+    """Both may still have memory on the device."""
+    cluster = FakeCluster(gated=False)
+    learner, reference = (holder(cluster, name, 0) for name in (FunctionName.LEARNER, FunctionName.REFERENCE))
+    take_turns([learner, reference])
+    async with reference.turn(CALL):
+        leaving = asyncio.get_running_loop().create_future()
+        reference._leaving[0] = asyncio.create_task(asyncio.wait_for(leaving, 60))
+    taking = asyncio.create_task(learner.ready(CALL))
+    await asyncio.sleep(0.01)
+    assert not taking.done()
+    reference.replicas()[0].give_up("it does not answer")
+    leaving.set_result(None)
+    assert (await taking).state is ReplicaState.SERVING
+    assert cluster.stopped == ["reference-0"]
+
+
 async def test_actors_wake_with_the_version_of_the_step() -> None:
     cluster = FakeCluster()
     actors, learner = (holder(cluster, name, 0) for name in (FunctionName.GENERATION, FunctionName.LEARNER))

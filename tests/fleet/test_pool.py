@@ -13,7 +13,7 @@ from rlhfless.fleet.handles import HandleLost
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.protocols import FleetError
 from rlhfless.fleet.replica import CallTimeout
-from rlhfless.records import FunctionName, ReplicaState, Work
+from rlhfless.records import FunctionName, ReplicaState, SleepTier, Work
 from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.placement import Allocation, Device
 
@@ -46,6 +46,26 @@ async def test_a_start_that_fails_leaves_the_slot_empty(caplog: pytest.LogCaptur
     assert pool.state(1) is None
     assert "generation replica at slot 1 did not start; the slot stays empty for now: no slot" in caplog.text
     await pool.wait_any_up()  # another replica is serving, so nothing waits
+
+
+@pytest.mark.parametrize("state", ["draining", "sleeping", "waking"])
+async def test_a_replica_lost_while_it_serves_nobody_is_deleted_before_the_next_starts(state: str) -> None:
+    """Otherwise it would keep its devices, or Serve would restart it there."""
+    cluster, pool, _ = watched("a", fewest=0)
+    replica = pool["a"]
+    if state == "draining":
+        replica.drain()
+    else:
+        await replica.sleep(CALL, SleepTier.HOST, 60)
+    if state == "waking":
+        replica.mark_waking()
+    replica.give_up("it does not answer")
+    assert replica.state is ReplicaState.RETIRED
+    pool.start(0, CALL)
+    await until(lambda: cluster.begun == [0])
+    assert cluster.stopped == ["a"]
+    assert "a" not in pool._devices.users  # type: ignore[attr-defined]
+    await pool.close()
 
 
 async def test_a_start_waits_for_its_time_unless_it_is_asked_for_earlier() -> None:
