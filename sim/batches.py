@@ -9,8 +9,7 @@ from typing import Any
 
 from rlhfless.orchestrator.ledger import Ledger, StepAttempt
 from rlhfless.records import Experience, Invocation
-from rlhfless.sim.engines import StepEngines
-from rlhfless.sim.samples import StepProgress
+from rlhfless.sim.counted import CountedGroup
 
 
 @dataclass(slots=True)
@@ -28,7 +27,7 @@ class CountedStepBatch:
     """What a step learns from (implements rlhfless.orchestrator.batches.StepBatch)."""
 
     packed: CountedBatch
-    progress: StepProgress
+    groups: Sequence[CountedGroup]
     begun: StepAttempt
 
     response_tokens: Sequence[float] = ()
@@ -37,11 +36,11 @@ class CountedStepBatch:
     @property
     def metrics(self) -> Mapping[str, float]:
         """See StepBatch. Generation ends with the last sample of the step, whatever its actors still do."""
-        batch = self.progress.batch
+        lengths = [group.prompt.response_tokens for group in self.groups]
         return {
-            "generation_s": float(self.progress.table.complete_s.max()) - self.begun.start_s,
-            "response_tokens": float(batch.response_tokens.sum()),
-            "responses": float(batch.samples),
+            "generation_s": max(group.complete_s for group in self.groups) - self.begun.start_s,
+            "response_tokens": float(sum(int(each.sum()) for each in lengths)),
+            "responses": float(sum(map(len, lengths))),
         }
 
     def rollout_metrics(self, prompts: int) -> dict[str, float]:  # noqa: ARG002
@@ -55,9 +54,6 @@ class CountedStepBatch:
 
 class CountedBatches:
     """Counts the batches of a simulated run (implements rlhfless.orchestrator.batches.Batches)."""
-
-    def __init__(self, engines: StepEngines) -> None:
-        self._engines = engines
 
     def key(self, group: Any) -> Hashable:
         """See Batches."""
@@ -89,10 +85,9 @@ class CountedBatches:
     ) -> CountedStepBatch:
         """See Batches."""
         groups: Sequence[Any] = experience.groups
-        progress = self._engines.progress(begun.step)
         count, tokens = SimpleNamespace(groups=len(groups)), sum(group.tokens for group in groups)
-        packed = CountedBatch(tokens, count, progress.batch, [group.number for group in groups])
-        return CountedStepBatch(packed, progress, begun)
+        packed = CountedBatch(tokens, count, groups[0].batch, [group.number for group in groups])
+        return CountedStepBatch(packed, groups, begun)
 
     def learned(self, step: int, batch: Any, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
         """See Batches."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from rlhfless.functions.calls import Call, CallUsage
-from rlhfless.records import Work
+from rlhfless.functions.calls import CallUsage
+from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
+from rlhfless.sim.counted_prompts import CountedJournal, CountedPrompt, samples_left
 from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.util.clock import unix_s
@@ -37,21 +37,6 @@ class NothingReplayed:
 
     def figures(self) -> dict[str, float]:
         return {}
-
-
-@dataclass(frozen=True, slots=True)
-class CountedRolloutRequest:
-    """See RolloutRequest, of which this is the counting form."""
-
-    call: Call
-    batch: RolloutBatch
-    prompts: tuple[Any, ...]
-    work: Work = Work.GENERATE
-    selection: None = None
-
-    @property
-    def groups(self) -> int:
-        return self.batch.groups
 
 
 @dataclass(slots=True, eq=False)
@@ -82,16 +67,24 @@ class CountedFinished:
 class CountedSamples:
     """The samples of one request (implements StageSamples)."""
 
-    from_earlier = ()
-    resumed = (0, 0)
-
-    def __init__(self, request: CountedRolloutRequest, engines: StepEngines, slots: int) -> None:
-        """`slots`: number of slots for generation actors."""
-        batch, progress = request.batch, engines.begin(request.batch, self._report)
-        table = progress.table
+    def __init__(self, request: RolloutRequest, engines: StepEngines, journal: CountedJournal, slots: int) -> None:
+        """`request`: of CountedPrompts. `slots`: number of slots for generation actors."""
         self.request = request
         self._engines = engines
         self.step = request.call.step
+        prompts: Any = request.prompts
+        self._prompts: Sequence[CountedPrompt] = prompts
+        self._journal = journal
+        self._left = left = samples_left(self.step, self._prompts, journal)
+        batch, progress = left.batch, engines.begin(left.batch, self._report)
+        progress.table.tokens[:] = progress.safe_tokens[:] = left.tokens
+        progress.await_groups(max(request.groups - len(left.complete), 1))
+        table = progress.table
+        fed_tokens = left.whole.prompt_tokens[left.whole.group] + left.whole.response_tokens
+        self._group_tokens = np.bincount(left.whole.group, fed_tokens, left.whole.groups).astype(np.int64).tolist()
+        self.from_earlier = [self._group(number, unix_s()) for number in left.complete]
+        resumes = left.tokens > 0
+        self.resumed = int(np.count_nonzero(resumes)), int(left.tokens[resumes].sum())
         self.receive: Callable[[int, Any], None] = lambda *_: None
         """Takes the messages of the engines: GenerationStage.receive."""
         self.progress = progress
@@ -110,8 +103,6 @@ class CountedSamples:
         """By request: set when none of its samples is on the engine."""
         self._requests = self._complete = 0
         """Number of requests so far, and of complete groups."""
-        per_sample = batch.prompt_tokens[batch.group] + batch.response_tokens
-        self._group_tokens = np.bincount(batch.group, per_sample, batch.groups).astype(np.int64).tolist()
         self._prefixes = batch.tree.long()
         self._counts: tuple[list[int], list[int]] | None = None
 
@@ -132,7 +123,7 @@ class CountedSamples:
 
     @property
     def complete(self) -> bool:
-        return self._complete == self.request.batch.groups
+        return self._complete == self._left.batch.groups
 
     @property
     def unassigned(self) -> Ints:
@@ -141,7 +132,7 @@ class CountedSamples:
     def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
         self._engines.settle()
         self._counts = None
-        batch, table = self.request.batch, self.progress.table
+        batch, table = self._left.batch, self.progress.table
         return StepView(
             fleet,
             tuple(slots),
@@ -224,8 +215,19 @@ class CountedSamples:
     def take(self, request: int, message: CountedFinished) -> list[CountedGroup]:
         self._leave(message.aborted[self._request_of[message.aborted] == request])
         self._complete += message.groups.size
-        prompts, batch = self.request.prompts, self.request.batch
-        return [CountedGroup(prompts[of], of, self._group_tokens[of], batch) for of in message.groups.tolist()]
+        numbers, complete_s = self._left.groups[message.groups], self.progress.table.complete_s[message.groups]
+        groups = [self._group(number, at_s) for number, at_s in zip(numbers.tolist(), complete_s.tolist(), strict=True)]
+        for group in groups:
+            self._keep(group.number, group.prompt.response_tokens)
+        return groups
+
+    def _group(self, number: int, complete_s: float) -> CountedGroup:
+        return CountedGroup(self._prompts[number], number, self._group_tokens[number], complete_s, self._left.whole)
+
+    def _keep(self, number: int, tokens: Ints) -> None:
+        """Write the tokens of a group's samples to the journal."""
+        prompt_id, selection = self._prompts[number].prompt_id, self.request.selection
+        self._journal.add(self.step if selection is None else selection.begun[prompt_id], prompt_id, tokens)
 
     def restart_lost(self, request: int) -> Ints:
         lost = np.flatnonzero((self._request_of == request) & ~self._finished)
@@ -262,22 +264,32 @@ class CountedSamples:
     def defer(self) -> int:
         left, table = self.left, self.progress.table
         begun = int(np.count_nonzero(table.tokens[left]))
+        tokens = self._left.whole.response_tokens.copy()
+        tokens[self._left.samples] = table.tokens
+        of = np.split(tokens, np.flatnonzero(np.diff(self._left.whole.group)) + 1)
+        for number in self._left.groups.tolist():
+            self._keep(number, of[number])
         self._request_of[:] = NONE
         table.finished[left] = table.truncated[left] = True
         table.home[left] = UNASSIGNED
         return begun
 
-    def learned(self, prompt_ids: Sequence[str]) -> None: ...
+    def learned(self, prompt_ids: Sequence[str]) -> None:
+        if (selection := self.request.selection) is not None:
+            self._journal.take_groups(self.step, [(selection.begun[prompt_id], prompt_id) for prompt_id in prompt_ids])
 
 
 @dataclass(slots=True, eq=False)
 class CountedGroup:
     """A complete group."""
 
-    prompt: SimpleNamespace
+    prompt: CountedPrompt
     number: int
+    """Its number in `batch`."""
     tokens: int
-    batch: Any
+    """Those that functions get: its responses, each with the prompt."""
+    complete_s: float
+    batch: RolloutBatch
 
     def adding(self, score: Any = None, **columns: Any) -> CountedGroup:
         return self

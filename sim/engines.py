@@ -75,10 +75,8 @@ class GeneratedStep:
 class StepEngines:
     """The engines of the steps that are being generated. A step is known by its number, from `begin` to `end`."""
 
-    def __init__(self, actors: Sequence[ActorShape], batches: Sequence[RolloutBatch], steps: int = 1) -> None:
-        """Reserve room for `steps` steps at once, each as large as the largest of these batches."""
-        samples = max(batch.samples for batch in batches)
-        nodes = max(batch.groups + len(batch.tree) for batch in batches)
+    def __init__(self, actors: Sequence[ActorShape], samples: int, nodes: int, steps: int = 1) -> None:
+        """Reserve room for `steps` steps at once, of `samples` samples and `nodes` prompts and shared prefixes each."""
         self._free = rows_of(steps, samples, nodes)
         """Rows of the table that belong to no step."""
         self._actors = actors

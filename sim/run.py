@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 from rlhfless.fleet.pool import ReplicaPool
@@ -30,7 +29,8 @@ from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.batches import CountedBatches
 from rlhfless.sim.billing import MemoryTrace
 from rlhfless.sim.cluster import NO_FAULTS, SimulatedCluster, SimulatedFaults, version_of
-from rlhfless.sim.counted import CountedRolloutRequest, CountedSamples
+from rlhfless.sim.counted import CountedSamples
+from rlhfless.sim.counted_prompts import CountedJournal, CountedPrompts, largest_step
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.known import SetupEngines, SetupLedger
@@ -49,9 +49,10 @@ class NoEnd(RuntimeError):
     """A run has not ended by the virtual time at which it must."""
 
 
-def spec_of(setup: Setup, steps: int, call_limit_s: float = LONG_S) -> RunSpec:
-    """Return the spec of a run. `call_limit_s`: after which a call that is not generation times out."""
-    spec = RunSpec.model_validate(SPEC | {"steps": steps})
+def spec_of(setup: Setup, last: RolloutBatch, call_limit_s: float = LONG_S) -> RunSpec:
+    """Return the spec of a run, whose last step has the batch `last`. `call_limit_s`: after which a call that is not
+    generation times out."""
+    spec = RunSpec.model_validate(SPEC | {"steps": last.step, "prompts_per_step": last.groups})
     timeouts = spec.timeouts.model_copy(
         update=dict.fromkeys(("start_s", "drain_s", "generate_s"), LONG_S)
         | dict.fromkeys(("call_s", "sync_s"), call_limit_s)
@@ -78,9 +79,12 @@ class LearnedStep:
     """A step that has ended. Its arrays may be used again by later steps."""
 
     record: StepRecord
+    batch: RolloutBatch
+    """Its groups with all their samples, including those that earlier steps have generated."""
     groups: tuple[int, ...]
-    """The groups that it has learned from."""
+    """The groups of `batch` that it has learned from."""
     progress: StepProgress
+    """Of the samples that it has generated."""
 
 
 OnStep = Callable[[LearnedStep], None]
@@ -92,13 +96,7 @@ class SimulatedRun(RLRun):
 
     engines: StepEngines
     setup: Setup
-    rollouts: Mapping[int, RolloutBatch]
     on_step: OnStep
-
-    def _request_of(self, step: int) -> Any:
-        batch = self.rollouts[step]
-        prompts = tuple(SimpleNamespace(prompt_id=name) for name in batch.prompt_ids)
-        return CountedRolloutRequest(self.call(step), batch, prompts)
 
     def generate(self, request: Any, *, again: bool = False) -> Any:
         stage: Any = super().generate(request, again=again)
@@ -106,12 +104,16 @@ class SimulatedRun(RLRun):
         return stage
 
     def samples_of(self, request: Any) -> Any:
-        return CountedSamples(request, self.engines, len(self.generation.allocations))
+        journal: Any = self.journal
+        return CountedSamples(request, self.engines, journal, len(self.generation.allocations))
 
     def close_step(self, record: StepRecord, batch: Any) -> None:
         """See RLRun."""
+        stage: Any = self.under_way[record.step].stage
+        progress = stage.samples.progress
         super().close_step(record, batch)
-        self.on_step(LearnedStep(record, tuple(batch.packed.groups), batch.progress))
+        self.journal.forget(record.step)
+        self.on_step(LearnedStep(record, batch.packed.batch, tuple(batch.packed.groups), progress))
         self.engines.end(record.step)
 
 
@@ -180,9 +182,9 @@ async def _simulate(
     call_limit_s: float,
     limit_s: float,
 ) -> Trace:
-    engines = StepEngines(setup.actors, batches, 1 + setup.schedule.steps_ahead)
+    engines = StepEngines(setup.actors, *largest_step(setup.schedule, batches), 1 + setup.schedule.steps_ahead)
     _advance_engines(engines, limit_s)
-    spec = spec_of(setup, batches[-1].step, call_limit_s)
+    spec = spec_of(setup, batches[-1], call_limit_s)
     writer = MemoryTrace()
     ledger = SetupLedger(writer, prices, setup)
     devices, call = SimulatedDevices(setup), Call("simulated", 1, 0)
@@ -195,11 +197,13 @@ async def _simulate(
     scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))
     if strict:
         scaler.runner = StrictRunner(policy, fleet, ledger.add_decision, lambda: ledger.calls + engines.tokens)
+    prompts: Any = CountedPrompts(batches)
     run = SimulatedRun(
-        run_id="simulated", attempt=1, spec=spec, order=None, held_out=(), pools=pools, ledger=ledger,
-        sinks=NoSinks(), journal=None, checkpoints=None, weights=ActorWeights(pools[FunctionName.GENERATION], spec),
-        scaler=scaler, history=None, busy_cores=None, engines=engines, setup=setup, on_step=on_step,
-        batches=CountedBatches(engines), rollouts={batch.step: batch for batch in batches},
+        run_id="simulated", attempt=1, spec=spec, order=prompts, held_out=(), pools=pools, ledger=ledger,
+        sinks=NoSinks(), journal=CountedJournal(), checkpoints=None,
+        weights=ActorWeights(pools[FunctionName.GENERATION], spec),
+        scaler=scaler, history=prompts, busy_cores=None, engines=engines, setup=setup, on_step=on_step,
+        batches=CountedBatches(),
     )  # fmt: skip
     run.published = version_of(0)
     await _start_under_way(run)

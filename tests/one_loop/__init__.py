@@ -10,7 +10,7 @@ It finds faults of the live loop in milliseconds: `test_seeded_faults.py` kills 
 `test_same_steps.py` compares the times with the simulator's. It is to replace the simulator's loop; NEXT.md says in
 which steps.
 
-Missing: the schedules `async` and `partial`, a critic, recovery (an error from which a live run recovers ends the run),
+Missing: the schedule `async`, a critic, recovery (an error from which a live run recovers ends the run),
 checkpoints, journals, rewards and tokens.
 
 Measured on 29 November 2026, for the 19 scenarios of examples/scenarios, the live loop's time to the simulator's:

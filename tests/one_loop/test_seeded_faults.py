@@ -19,24 +19,28 @@ from rlhfless.records.traces import Trace
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.cluster import SimulatedFaults
+from rlhfless.sim.counted_prompts import AGAIN
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.policies import make_policy
-from rlhfless.sim.run import LONG_S, simulate
+from rlhfless.sim.run import LONG_S, LearnedStep, simulate
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Transport
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
-from rlhfless.spec import SyncSpec
+from rlhfless.spec import PartialSpec, SyncSpec
 
 SEEDS = 300
 STEPS = 3
 LIMIT_S = 1e5
 """Virtual seconds after which a run has no end. A run takes up to some thousand."""
 MAX_TOKENS = 1024
+SCHEDULES = (SyncSpec(), SyncSpec(), PartialSpec(), PartialSpec(ahead=1, max_staleness=1))
 PRICES = load_price_book()
 PRICED = PricedModel(LinearModel(), 16)
 
-Learned = tuple[list[int], np.ndarray]
-"""The groups of a step, and the tokens of each sample `[samples]`."""
+LearnedGroup = tuple[str, int, tuple[int, ...]]
+"""The name of a prompt, its tokens, and the tokens of its samples."""
+
+LearnedGroups = list[LearnedGroup]
 
 
 @pytest.mark.timeout(120)
@@ -64,9 +68,9 @@ def play(seed: int) -> str:
     return "ended"
 
 
-def trace_of(seed: int) -> tuple[Trace, list[RolloutBatch], list[Learned]]:
+def trace_of(seed: int) -> tuple[Trace, list[RolloutBatch], list[LearnedGroups]]:
     """Run what a seed draws: a fleet, kills, slow calls, lengths and a policy."""
-    learned: list[Learned] = []
+    learned: list[LearnedGroups] = []
 
     draw = random.Random(seed)
     actors, node_s = draw.randint(1, 4), draw.choice([0.0, 5.0, 60.0])
@@ -78,12 +82,13 @@ def trace_of(seed: int) -> tuple[Trace, list[RolloutBatch], list[Learned]]:
     batches = list(SyntheticWorkload(lengths, 32, 8, 4, 64, MAX_TOKENS, 0.0, seed=seed).batches(STEPS))
     name = draw.choice(["static", "cost_aware", "queue_reactive_ray_serve", "restless", "restless"])
     policy = Restless(seed) if name == "restless" else make_policy(name, run=RunContract(steps=STEPS))
+    setup = replace(setup, schedule=draw.choice(SCHEDULES))
     trace = simulate(
         setup,
         policy,
         PRICES,
         batches,
-        on_step=lambda step: learned.append((sorted(step.groups), step.progress.table.tokens.copy())),
+        on_step=lambda step: learned.append(learned_groups(step)),
         strict=False,
         faults=faults,
         call_limit_s=call_limit_s,
@@ -92,16 +97,39 @@ def trace_of(seed: int) -> tuple[Trace, list[RolloutBatch], list[Learned]]:
     return trace, batches, learned
 
 
-def check(trace: Trace, batches: list[RolloutBatch], learned: list[Learned]) -> None:
-    """Check that each step has learned once from each group, when all of its tokens had been generated."""
+def check(trace: Trace, batches: list[RolloutBatch], learned: list[LearnedGroups]) -> None:
+    """Check that each group is learned from once, when all of its tokens had been generated."""
     assert [step.step for step in trace.steps] == [*range(1, STEPS + 1)]
-    for batch, (groups, tokens) in zip(batches, learned, strict=True):
-        assert groups == [*range(batch.groups)], f"step {batch.step}"
-        assert np.array_equal(tokens, batch.response_tokens), f"step {batch.step}"
+    assert [len(groups) for groups in learned] == [batch.groups for batch in batches]
+    assert Counter(group for groups in learned for group in groups) == Counter(map(group_of, pairs(batches)))
     calls = [call for call in trace.invocations if call.work is Work.LEARN]
-    tokens = [int((b.prompt_tokens[b.group] + b.response_tokens).sum()) for b in batches]
-    assert [call.input_tokens for call in calls] == tokens
+    assert [call.input_tokens for call in calls] == [sum(map(fed_tokens, groups)) for groups in learned]
     assert all(holding.start_s <= holding.end_s for holding in trace.holdings)
+
+
+def pairs(batches: list[RolloutBatch]) -> list[tuple[RolloutBatch, int]]:
+    return [(batch, number) for batch in batches for number in range(batch.groups)]
+
+
+def group_of(group: tuple[RolloutBatch, int]) -> LearnedGroup:
+    """Identify a group of a batch."""
+    batch, number = group
+    lengths = batch.response_tokens[batch.group == number].tolist()
+    return batch.prompt_ids[number].rstrip(AGAIN), int(batch.prompt_tokens[number]), tuple(lengths)
+
+
+def fed_tokens(group: LearnedGroup) -> int:
+    _, prompt_tokens, lengths = group
+    return prompt_tokens * len(lengths) + sum(lengths)
+
+
+def learned_groups(step: LearnedStep) -> LearnedGroups:
+    """Return the groups of a step, whose samples must have all their tokens."""
+    batch, generated = step.batch, step.progress.batch
+    names = {batch.prompt_ids[number] for number in step.groups}
+    learned = np.array([generated.prompt_ids[number] in names for number in generated.group.tolist()], np.bool_)
+    assert np.array_equal(step.progress.table.tokens[learned], generated.response_tokens[learned])
+    return [group_of((batch, number)) for number in step.groups]
 
 
 def fleet(actors: int, spot_mean_s: float) -> Setup:
