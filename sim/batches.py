@@ -55,6 +55,10 @@ class CountedStepBatch:
 class CountedBatches:
     """Counts the batches of a simulated run (implements rlhfless.orchestrator.batches.Batches)."""
 
+    def __init__(self, *, evaluates: bool) -> None:
+        """`evaluates`: whether the learner computes the old logprobs before its first update."""
+        self._evaluates = evaluates
+
     def key(self, group: Any) -> Hashable:
         """See Batches."""
         return group.number
@@ -81,12 +85,14 @@ class CountedBatches:
         begun: StepAttempt,
         experience: Experience,
         learner: Any,  # noqa: ARG002
-        evaluate: Any,  # noqa: ARG002
+        evaluate: Any,
     ) -> CountedStepBatch:
         """See Batches."""
         groups: Sequence[Any] = experience.groups
         count, tokens = SimpleNamespace(groups=len(groups)), sum(group.tokens for group in groups)
         packed = CountedBatch(tokens, count, groups[0].batch, [group.number for group in groups])
+        if self._evaluates:
+            await evaluate(packed)
         return CountedStepBatch(packed, groups, begun)
 
     def learned(self, step: int, batch: Any, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002

@@ -141,6 +141,8 @@ class SimulatedHandle:
         self.name, self.slot, self.life = name, slot, life
         self._incarnation = f"{name}-life{life}"
         self._busy_s = 0.0
+        self._step = 0
+        """The step that it has worked for last."""
         self._asleep = False
         self.dead = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -286,15 +288,31 @@ class SimulatedHandle:
             tokens -= shared_forward(groups[0].batch, np.array([group.number for group in groups]), forward)
         return await self._work(shape.group_s * len(groups) + shape.token_s * tokens, groups)
 
+    async def do_evaluate(self, call: Call, batch: Any) -> Reply[Any]:
+        return await self._pass_over(call, batch, 0.0, self._shape.evaluate_token_s, 1)
+
     async def do_learn(self, call: Call, batch: Any, passes: Any) -> Reply[Any]:
         shape = self._shape
         if isinstance(shape, ServiceShape):
-            computed = batch.tokens - self._saved(batch)
-            seconds = shape.update_fixed_s + shape.update_token_s * computed * shape.epochs
-        else:
-            tokens = (batch.tokens - self._saved(batch)) * shape.epochs
-            seconds = shape.evaluate_token_s * tokens / shape.epochs + shape.fixed_s + shape.learn_token_s * tokens
-        return await self._work(seconds, {}, CallUsage(input_tokens=batch.tokens))
+            return await self._pass_over(call, batch, shape.update_fixed_s, shape.update_token_s, shape.epochs)
+        return await self._pass_over(call, batch, shape.fixed_s, shape.learn_token_s, shape.epochs)
+
+    async def _pass_over(self, call: Call, batch: Any, fixed_s: float, token_s: float, epochs: int) -> Reply[Any]:
+        """Compute a batch `epochs` times."""
+        self._come_back(call.step)
+        tokens, saved = batch.tokens * epochs, self._saved(batch) * epochs
+        usage = CallUsage(input_tokens=tokens, cached_tokens=saved)
+        return await self._work(fixed_s + token_s * (tokens - saved), {}, usage)
+
+    def _come_back(self, step: int) -> None:
+        """Let the first work of a step wait for a learner that has given its devices back since the last one.
+
+        It has stored its state after its last work, and restores it now. Where generation is longer, it takes no time.
+        """
+        around = self._shape.paid_around if isinstance(self._shape, LearnerShape) else None
+        if around is not None and self._step not in (0, step):
+            self._busy_s += sum(around)
+        self._step = step
 
     def _saved(self, batch: Any) -> int:
         """Return the tokens that one pass over a batch saves by computing shared prefixes once."""

@@ -203,7 +203,7 @@ async def _simulate(
         sinks=NoSinks(), journal=CountedJournal(), checkpoints=None,
         weights=ActorWeights(pools[FunctionName.GENERATION], spec),
         scaler=scaler, history=prompts, busy_cores=None, engines=engines, setup=setup, on_step=on_step,
-        batches=CountedBatches(),
+        batches=CountedBatches(evaluates=setup.learner.evaluate_token_s > 0),
     )  # fmt: skip
     run.published = version_of(0)
     await _start_under_way(run)
