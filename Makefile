@@ -1,4 +1,5 @@
 # make demo   set up (once), start the service, POST one whole RLHF run with real parts, follow it, stop the service
+# make demo-agent   the same with episodes of several turns: a tiny policy learns to use its tool
 # make test   set up (once), then checks and tests, with the real engine: 15 to 20 minutes on two cores
 # make test-all  and the rest: long faults, nodes of a cluster, live benchmarks, the chart if KUBECONFIG is set
 # make test-ci  what CI runs after make test: the rest without the benchmarks that start engines and what is marked `seldom`
@@ -10,8 +11,9 @@ VENV := $(shell scripts/setup.sh --path)
 BIN := $(VENV)/bin
 HOME_DIR := $(or $(RLHFLESS_HOME),$(HOME)/.cache/rlhfless)
 MODEL := $(HOME_DIR)/models/tiny
+AGENT := $(HOME_DIR)/models/tiny-agent
 
-.PHONY: setup demo test test-all test-ci test-kubernetes coverage lint lint-types lint-imports clean
+.PHONY: setup demo demo-agent test test-all test-ci test-kubernetes coverage lint lint-types lint-imports clean
 
 setup:
 	@scripts/setup.sh >/dev/null
@@ -34,6 +36,11 @@ lint-types:
 
 lint-imports:
 	@$(BIN)/lint-imports
+
+demo-agent: setup
+	@$(BIN)/rlhfless models tiny --task safe --out $(AGENT)
+	@$(BIN)/rlhfless run examples/agent.yaml --set model.path=$(AGENT)/model --set prompts.path=$(AGENT)/train.jsonl \
+	    --set prompts.held_out.path=$(AGENT)/heldout.jsonl
 
 # With any KUBECONFIG; see tests/kubernetes/environment.py.
 test-kubernetes: setup

@@ -24,10 +24,11 @@ from pathlib import Path
 import numpy as np
 
 from rlhfless.bundled.model import ModelSize, build_random
-from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
+from rlhfless.bundled.safe import SafeRecipe
+from rlhfless.bundled.task import TaskRecipe, write_jsonl
 from rlhfless.bundled.warm_start import WarmStartProgress, WarmStartRecipe, train_policy
 
-__all__ = ["BundledPaths", "Recipe", "WarmStartProgress", "WarmStartRecipe", "build", "build_random"]
+__all__ = ["BundledPaths", "Recipe", "WarmStartProgress", "WarmStartRecipe", "agent", "build", "build_random"]
 
 FORMAT_VERSION = 2
 """Raise it when code, rather than a constant of the recipe, changes the output."""
@@ -37,7 +38,7 @@ FORMAT_VERSION = 2
 class Recipe:
     """All constants, except the seed, that determine the output of `build`."""
 
-    task: TaskRecipe = field(default_factory=TaskRecipe)
+    task: TaskRecipe | SafeRecipe = field(default_factory=TaskRecipe)
     size: ModelSize = field(default_factory=ModelSize)
     warm_start: WarmStartRecipe = field(default_factory=WarmStartRecipe)
 
@@ -45,6 +46,12 @@ class Recipe:
         """Return a hash of all constants and the seed."""
         constants = {"format": FORMAT_VERSION, "seed": seed, **asdict(self)}
         return hashlib.sha256(json.dumps(constants, sort_keys=True).encode()).hexdigest()
+
+
+def agent() -> Recipe:
+    """Return the recipe of the task that needs an environment: see rlhfless.bundled.safe."""
+    size = ModelSize(hidden=64, mlp=128, max_positions=64)
+    return Recipe(SafeRecipe(), size, WarmStartRecipe(steps=600))
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ def _write(
         (paths.train, recipe.task.train_prompts, False),
         (paths.held_out, recipe.task.held_out_prompts, True),
     ):
-        write_jsonl(path, draw_problems(recipe.task, rng, count, held_out=held_out))
+        write_jsonl(path, recipe.task.problems(rng, count, held_out=held_out))
     train_policy(
         paths.model, seed, task=recipe.task, size=recipe.size, recipe=recipe.warm_start, on_progress=on_progress
     )

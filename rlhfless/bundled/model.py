@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rlhfless.bundled.task import WORDS, TaskRecipe
+from rlhfless.bundled.task import BundledTask, TaskRecipe
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 
@@ -42,12 +42,12 @@ INITIALIZER_RANGE = 0.05
 """Standard deviation of the initial weights. Qwen's 0.02 is meant for wide networks and learns slowly here at first."""
 
 
-def build_tokenizer(recipe: TaskRecipe, max_positions: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(task: BundledTask, max_positions: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer that splits words and numbers at white space and punctuation, and joins them with spaces.
 
     Encoding adds no tokens. As in Qwen, `<bos>` is unused and exists for tools that require one.
     """
-    vocabulary = [PAD, BOS, EOS, UNK, *WORDS, *map(str, range(recipe.largest_number + 1))]
+    vocabulary = [PAD, BOS, EOS, UNK, *task.vocabulary]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(

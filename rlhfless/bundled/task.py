@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -56,6 +57,19 @@ class TaskRecipe:
     opening_share: float = 0.56
     """A faithful imitator starts with an exact-match rate of one minus this share."""
 
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """All words of prompts and responses."""
+        return (*WORDS, *map(str, range(self.largest_number + 1)))
+
+    def problems(self, rng: np.random.Generator, count: int, *, held_out: bool) -> list[TaskProblem]:
+        """See BundledTask."""
+        return draw_problems(self, rng, count, held_out=held_out)
+
+    def demonstrations(self, rng: np.random.Generator, count: int) -> list[Demonstration]:
+        """See BundledTask."""
+        return draw_demonstrations(self, rng, count)
+
 
 @dataclass(frozen=True)
 class TaskProblem:
@@ -71,6 +85,11 @@ class TaskProblem:
     @property
     def id(self) -> str:
         return f"{self.first}-{self.last}"
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of the data set."""
+        return {"id": self.id, "prompt": self.prompt, "answer": self.answer, "distance": self.distance}
 
     @property
     def prompt(self) -> str:
@@ -95,6 +114,36 @@ class Demonstration:
 
     prompt: str
     response: str
+    later: tuple[tuple[str, str], ...] = ()
+    """Further turns: what an environment says, and the response to it."""
+
+
+class BundledTask(Protocol):
+    """A task that comes with the package."""
+
+    @property
+    def train_prompts(self) -> int: ...
+
+    @property
+    def held_out_prompts(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """All words of prompts and responses."""
+
+    def problems(self, rng: np.random.Generator, count: int, *, held_out: bool) -> Sequence[BundledProblem]:
+        """Sample different problems of one side of the split."""
+
+    def demonstrations(self, rng: np.random.Generator, count: int) -> Sequence[Demonstration]:
+        """Sample demonstrations of problems that are not held out."""
+
+
+class BundledProblem(Protocol):
+    """A problem of a task."""
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The row of the data set."""
 
 
 def draw_problem(recipe: TaskRecipe, rng: np.random.Generator, *, held_out: bool) -> TaskProblem:
@@ -135,14 +184,8 @@ def draw_demonstrations(recipe: TaskRecipe, rng: np.random.Generator, count: int
     return demonstrations
 
 
-def write_jsonl(path: Path, problems: Iterable[TaskProblem]) -> None:
-    """Write one object per line: `id`, `prompt`, `answer`, `distance`."""
+def write_jsonl(path: Path, problems: Iterable[BundledProblem]) -> None:
+    """Write the row of each problem as one object per line."""
     with path.open("w", encoding="utf-8") as file:
         for problem in problems:
-            row = {
-                "id": problem.id,
-                "prompt": problem.prompt,
-                "answer": problem.answer,
-                "distance": problem.distance,
-            }
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(problem.row) + "\n")

@@ -9,7 +9,7 @@ seen twice.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.bundled.model import ModelSize, build_model, build_tokenizer
-from rlhfless.bundled.task import Demonstration, TaskRecipe, draw_demonstrations
+from rlhfless.bundled.task import BundledTask, Demonstration
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.learner.rank import SupervisedRank
 from rlhfless.records.rollouts import Example
@@ -61,7 +61,7 @@ def train_policy(
     folder: Path,
     seed: int,
     *,
-    task: TaskRecipe,
+    task: BundledTask,
     size: ModelSize,
     recipe: WarmStartRecipe,
     on_progress: Callable[[WarmStartProgress], None] | None = None,
@@ -121,12 +121,12 @@ def _rank(folder: Path, recipe: WarmStartRecipe) -> Iterator[SupervisedRank]:
 
 
 def iterate_batches(
-    task: TaskRecipe, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, batch_tokens: int
+    task: BundledTask, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, batch_tokens: int
 ) -> Iterator[list[Example]]:
     """Yield batches of new demonstrations, without end."""
     numbers = count()
     while True:
-        pool = draw_demonstrations(task, rng, POOL_DEMONSTRATIONS)
+        pool = task.demonstrations(rng, POOL_DEMONSTRATIONS)
         rows = sorted(_encode(tokenizer, pool, numbers), key=lambda row: len(row.sequences[0]))
         cuts = _cut([len(row.sequences[0]) for row in rows], batch_tokens)
         for index in rng.permutation(len(cuts)):
@@ -134,13 +134,24 @@ def iterate_batches(
             yield rows[start:stop]
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, pool: list[Demonstration], numbers: Iterator[int]) -> Iterator[Example]:
-    """Yield the examples, each with a number as its id. Only the response and the end token are learned."""
-    prompts = tokenizer([demonstration.prompt for demonstration in pool])["input_ids"]
-    responses = tokenizer([demonstration.response for demonstration in pool])["input_ids"]
-    for number, prompt, response in zip(numbers, prompts, responses):  # noqa: B905 (numbers have no end)
-        sequence = (*prompt, *response, tokenizer.eos_token_id)
-        yield Example(str(number), tuple(prompt), "", {}, "", (sequence,), (len(prompt),))
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, pool: Sequence[Demonstration], numbers: Iterator[int]
+) -> Iterator[Example]:
+    """Yield the examples, each with a number as its id. Only responses and their end tokens are learned."""
+    texts = [text for each in pool for turn in ((each.prompt, each.response), *each.later) for text in turn]
+    encoded = iter(tokenizer(texts)["input_ids"])
+    for demonstration, number in zip(pool, numbers):  # noqa: B905 (numbers have no end)
+        prompt, sequence, spans = list[int](), list[int](), list[tuple[int, int]]()
+        for _ in (demonstration, *demonstration.later):
+            sequence += next(encoded)
+            start = len(sequence)
+            prompt = prompt or sequence[:]
+            sequence += (*next(encoded), tokenizer.eos_token_id)
+            spans.append((start, len(sequence)))
+        yield Example(
+            str(number), tuple(prompt), "", {}, "", (tuple(sequence),), (len(prompt),),
+            (tuple(spans),) if demonstration.later else (),
+        )  # fmt: skip
 
 
 def _cut(lengths: list[int], batch_tokens: int) -> list[tuple[int, int]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -226,12 +227,16 @@ def _rendered(pieces: tuple[ShownPiece, ...], marks: tuple[str, str]) -> Text:
 @models.command()
 def tiny(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to.")] = Path("tiny"),
+    task: Annotated[
+        Literal["counting", "safe"],
+        typer.Option(help="`counting`: one response per prompt. `safe`: several turns with a tool."),
+    ] = "counting",
     seed: Annotated[int, typer.Option(help="Seed of the model and of the data.")] = 0,
     untaught: Annotated[
         bool, typer.Option("--untaught", help="Use random weights, in seconds, to check that a run works end to end.")
     ] = False,
 ) -> None:
-    """Build a tiny model with a counting task: a first run in minutes, without a GPU or a download."""
+    """Build a tiny model with a task of its own: a first run in minutes, without a GPU or a download."""
     from rich.console import Console
     from rich.progress import Progress as Bar
     from transformers.utils.logging import disable_progress_bar
@@ -240,13 +245,16 @@ def tiny(
 
     disable_progress_bar()  # type: ignore[no-untyped-call]  # ours is enough
     with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("teaching the model to count", total=None)
+        doing = f"teaching the model the task `{task}`"
+        taught = bar.add_task(doing, total=None)
 
         def show(progress: WarmStartProgress) -> None:
-            description = f"teaching the model to count (loss {progress.loss:.3f})"
-            bar.update(task, total=progress.steps, completed=progress.step, description=description)
+            description = f"{doing} (loss {progress.loss:.3f})"
+            bar.update(taught, total=progress.steps, completed=progress.step, description=description)
 
-        recipe = bundled.Recipe(warm_start=bundled.WarmStartRecipe(steps=0)) if untaught else bundled.Recipe()
+        recipe = bundled.Recipe() if task == "counting" else bundled.agent()
+        if untaught:
+            recipe = replace(recipe, warm_start=bundled.WarmStartRecipe(steps=0))
         paths = bundled.build(out, seed=seed, recipe=recipe, on_progress=show)
     typer.echo(f"{paths.folder} holds model/, {paths.train.name} and {paths.held_out.name}")
 
