@@ -284,8 +284,9 @@ def load_sets(spec: RunSpec, policy: PolicyModel) -> PromptSets:
         max_context_tokens=policy.context_tokens,
         seed=spec.seed,
         sizes=spec.sizes,
-        read=columns_read(spec.rewards),
+        read=columns_read(spec.rewards) if spec.environment is None else None,
         named_sets=spec.evaluation.sets,
         finish=partial(unscorable, spec),
         end_token_ids=policy.end_token_ids,
+        whole_rows=spec.environment is not None,
     )

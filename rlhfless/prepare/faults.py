@@ -84,13 +84,19 @@ class Faults:
 
 
 def prompt_warnings(
-    field: str, rows: Sequence[Row], prompts: Sequence[Prompt], tokenizer: Any, read: frozenset[str] | None
+    field: str,
+    rows: Sequence[Row],
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    read: frozenset[str] | None,
+    *,
+    whole_rows: bool = False,
 ) -> list[str]:
     """Warn about unknown tokens, duplicates and NaN in one source. `field`: the spec's field; `read`: columns that
-    rewards read, None for all."""
+    rewards read, None for all; `whole_rows`: see load_prompts."""
     warnings = [
         _unknown_tokens(rows, prompts, tokenizer),
-        _repetitions(rows, prompts),
+        "" if whole_rows else _repetitions(rows, prompts),
         *_nan_columns(rows, prompts, read),
     ]
     return [f"{field}: {warning}" for warning in warnings if warning]

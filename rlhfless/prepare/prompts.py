@@ -7,9 +7,12 @@ on.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from rlhfless.chat.encoding import Encoder
@@ -61,13 +64,15 @@ def load_prompts(
     every: int = 1,
     end_token_ids: Sequence[int] = (),
     answered: bool = False,
+    whole_rows: bool = False,
 ) -> PromptSets:
     """Read all prompts that a spec names. Raises InputError with the problems of all sets.
 
     `max_context_tokens`: None is no limit. `read`: columns that rewards read, None for all; NaN there gives a warning.
     `named_sets`: further held-out prompts. `edit`: applied to each row first, may raise DataFault. `finish`: applied to
     the prompts of each source without a fault. `every`: take one of so many rows. `end_token_ids`: further tokens that
-    end a response. `answered`: responses are given, so prompts need not open the policy's turn.
+    end a response. `answered`: responses are given, so prompts need not open the policy's turn. `whole_rows`: prompts
+    with the same text are different tasks if their other columns differ, as an environment gets the whole row.
     """
     wanted = spec.held_out
     sources: dict[str, _Source] = {
@@ -95,14 +100,15 @@ def load_prompts(
         warnings += loaded.warnings
         skipped += loaded.skipped
         if not problems:
-            warnings += prompt_warnings(field, loaded.rows, loaded.prompts, tokenizer, read)
+            warnings += prompt_warnings(field, loaded.rows, loaded.prompts, tokenizer, read, whole_rows=whole_rows)
     if problems:
         raise InputError("prompts", problems)
     train, held_out = list(chain(*(sets[field] for field in trained_on))), sets.get(f"{spec.section}.held_out.path", [])
     if wanted is not None and wanted.fraction is not None:
         train, held_out = _split(train, wanted.fraction, seed)
     named = [sets[f"evaluation.sets.{i}.path"] for i in range(len(named_sets))]
-    train = _without(train, [*held_out, *chain(*named)], spec.section, warnings)
+    same = partial(_row_text, id_field=spec.id_field) if whole_rows else attrgetter("text")
+    train = _without(train, [*held_out, *chain(*named)], same, spec.section, warnings)
     kept = _first_of_each(held_out, wanted.max_prompts) if wanted is not None else []
     further = chain.from_iterable(prompts[: each.max_prompts] for prompts, each in zip(named, named_sets, strict=True))
     return PromptSets(tuple(train), (*kept, *further), tuple(warnings), tuple(skipped))
@@ -259,10 +265,17 @@ def _split(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[
     )
 
 
-def _without(train: list[Prompt], held_out: list[Prompt], section: str, warnings: list[str]) -> list[Prompt]:
-    """Drop training prompts whose text is held out. Raises InputError if none is left."""
-    forbidden = {prompt.text for prompt in held_out}
-    kept = [prompt for prompt in train if prompt.text not in forbidden]
+def _row_text(prompt: Prompt, id_field: str | None) -> str:
+    columns = {name: value for name, value in prompt.columns.items() if name != id_field}
+    return json.dumps([prompt.text, columns], sort_keys=True, default=str)
+
+
+def _without(
+    train: list[Prompt], held_out: list[Prompt], same: Callable[[Prompt], str], section: str, warnings: list[str]
+) -> list[Prompt]:
+    """Drop training prompts that are held out, by what `same` returns. Raises InputError if none is left."""
+    forbidden = set(map(same, held_out))
+    kept = [prompt for prompt in train if same(prompt) not in forbidden]
     if not kept:
         what = f"no training prompt is left: all {len(train) or len(held_out)} are held out"
         hint = f"give the held-out prompts a file of their own, or lower {section}.held_out.fraction"

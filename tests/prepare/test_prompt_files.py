@@ -16,10 +16,10 @@ from rlhfless.spec.errors import InputError
 
 @pytest.fixture
 def load(tokenizer):
-    def load_with(path, *, tokenizer=tokenizer, seed=0, context=32, sizes=None, named_sets=(), **options):
+    def load_with(path, *, tokenizer=tokenizer, seed=0, context=32, sizes=None, named_sets=(), whole_rows=False, **options):
         spec, sizes = PromptsSpec(path=path and str(path), **options), sizes or SizesSpec()
         given = {"max_context_tokens": context, "seed": seed, "sizes": sizes, "named_sets": named_sets}
-        return load_prompts(spec, tokenizer, **given)
+        return load_prompts(spec, tokenizer, whole_rows=whole_rows, **given)
 
     return load_with
 
@@ -386,6 +386,14 @@ def test_a_held_out_file_keeps_its_prompts_out_of_training(load, write_rows):
     assert [prompt.columns["answer"] for prompt in sets.train] == [3, 4, 5, 6, 7, 8, 9]
     assert len(sets.held_out) == 4
     assert "3 training prompts are held out too, and are not trained on" in sets.warnings[0]
+
+
+def test_tasks_of_an_environment_are_whole_rows(load, write_rows):
+    train = write_rows([{"prompt": "w1", "id": number, "code": number % 4} for number in range(8)])
+    held_out = write_rows([{"prompt": "w1", "id": 99, "code": 2}], "test.jsonl")
+    sets = load(train, held_out={"path": str(held_out)}, id_field="id", whole_rows=True)
+    assert [prompt.columns["code"] for prompt in sets.train] == [0, 1, 3, 0, 1, 3]
+    assert sets.warnings == ("prompts.held_out: 2 training prompts are held out too, and are not trained on",)
 
 
 def test_a_fraction_is_drawn_by_hash_and_seed(load, write_rows):
