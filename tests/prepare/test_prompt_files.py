@@ -16,7 +16,9 @@ from rlhfless.spec.errors import InputError
 
 @pytest.fixture
 def load(tokenizer):
-    def load_with(path, *, tokenizer=tokenizer, seed=0, context=32, sizes=None, named_sets=(), whole_rows=False, **options):
+    def load_with(
+        path, *, tokenizer=tokenizer, seed=0, context=32, sizes=None, named_sets=(), whole_rows=False, **options
+    ):
         spec, sizes = PromptsSpec(path=path and str(path), **options), sizes or SizesSpec()
         given = {"max_context_tokens": context, "seed": seed, "sizes": sizes, "named_sets": named_sets}
         return load_prompts(spec, tokenizer, whole_rows=whole_rows, **given)
