@@ -10,6 +10,8 @@ import typer
 
 from rlhfless.spec.fleet import MOST_TENANTS
 
+MOST_ARRIVING, MOST_LOAD = 100_000, 2.0
+
 if TYPE_CHECKING:
     from rlhfless.sim.replay.what_if import OtherDevices
 
@@ -31,9 +33,26 @@ def simulate(
     runs: Annotated[
         int | None,
         typer.Option(
-            min=2, max=MOST_TENANTS, help="Number of runs that share the cluster, each on its own part or time-sliced."
+            min=2,
+            max=MOST_ARRIVING,
+            help=f"Number of runs that share the cluster, each on its own part or time-sliced; up to {MOST_TENANTS} "
+            "without --arrivals.",
         ),
     ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="poisson:LOAD,...|FILE",
+            help="Let runs come and go: at random, at these shares of the cluster's greatest throughput, or as in a "
+            "CSV file with columns at_s and steps.",
+        ),
+    ] = None,
+    run_steps: Annotated[
+        str, typer.Option(metavar="N,N", help="With --arrivals poisson: steps of a run, drawn from these.")
+    ] = "40",
+    change_s: Annotated[
+        float, typer.Option(min=0, help="With --arrivals: seconds that a change of an elastic run's size costs.")
+    ] = 60.0,
     replay: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Recorded run to replay, with predicted and measured seconds.")
     ] = None,
@@ -69,8 +88,13 @@ def simulate(
         _replay(replay, policy, latency, out, OtherDevices(kind, actors, ahead))
     else:
         for path in _require_some(paths, "scenario file"):
-            if runs is None:
+            if arrivals is not None:
+                _arrivals(path, arrivals, runs or 200, run_steps, change_s, seeds or 1)
+            elif runs is None:
                 _compare(path, policies, seeds, out or Path("simulations"), jobs)
+            elif runs > MOST_TENANTS:
+                what = f"{runs} runs that begin together, more than {MOST_TENANTS}"
+                raise typer.BadParameter(f"{what}; ask for fewer, or add --arrivals", param_hint="--runs")
             else:
                 _share(path, runs)
 
@@ -89,6 +113,41 @@ def _share(path: Path, runs: int) -> None:
 
     scenario = load_scenario(path)
     Terminal().print(arrangements_table(scenario, runs, arrangements(scenario, [runs])[runs]))
+
+
+def _arrivals(path: Path, arrivals: str, runs: int, run_steps: str, change_s: float, seeds: int) -> None:
+    from rlhfless.cli.simulate_tables import arrivals_table
+    from rlhfless.sim.experiment.arrivals import compare_arrivals, poisson, read_arrivals, speeds_of, turns_of
+    from rlhfless.sim.scenarios import load_scenario
+    from rlhfless.telemetry.terminal import Terminal
+
+    kind, _, text = arrivals.partition(":")
+    loads = _numbers("--arrivals", text) if kind == "poisson" else []
+    if not all(0 < load <= MOST_LOAD for load in loads):
+        raise typer.BadParameter(f"loads are above 0 and at most {MOST_LOAD:g}, got {text}", param_hint="--arrivals")
+    steps = [int(number) for number in _numbers("--run-steps", run_steps)]
+    if min(steps) < 1:
+        raise typer.BadParameter(f"a run has at least 1 step, got {run_steps}", param_hint="--run-steps")
+    arriving = [] if loads else read_arrivals(Path(arrivals))
+    scenario = load_scenario(path)
+    speeds, rows = speeds_of(scenario), []
+    turns = turns_of(scenario, speeds)
+    for load in loads:
+        for seed in range(seeds):
+            label = f"load {load:g}" if seeds == 1 else f"load {load:g}, seed {seed}"
+            drawn = poisson(speeds, load, runs, steps, seed)
+            rows.append(compare_arrivals(label, speeds, drawn, change_s, turns))
+    if arriving:
+        rows.append(compare_arrivals(Path(arrivals).name, speeds, arriving, change_s, turns))
+    what = f"{runs} runs of {run_steps} steps" if loads else f"{len(arriving)} runs of {arrivals}"
+    Terminal().print(arrivals_table(speeds, scenario.name, f"{what}, {change_s:g} s a change", rows))
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} has no numbers; write them as 0.4,0.6", param_hint=option) from None
 
 
 def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, jobs: int) -> None:

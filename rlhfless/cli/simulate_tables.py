@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfless.cli.tables import table
+from rlhfless.sim.experiment.arrivals import Arrivals, ClusterSpeeds
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.figures import ResultRow
 from rlhfless.sim.experiment.shared import Arrangement
@@ -67,6 +68,45 @@ def arrangements_table(scenario: Scenario, runs: int, arrangements: Sequence[Arr
     )
     decided = arrangements_verdict(runs, arrangements)
     return Group(heading, "", made, "", legend, *(("", Prose(decided, style="bold")) if decided else ()))
+
+
+def arrivals_table(speeds: ClusterSpeeds, title: str, what: str, rows: Sequence[Arrivals]) -> RenderableType:
+    """Render the ways to place arriving runs: a row per way, or, of several loads, a row per load."""
+    made = _loads_table(rows) if len(rows) > 1 else _ways_table(rows[0])
+    times = ", ".join(f"{size}: {seconds:,.0f}" for size, seconds in speeds.curve.step_s.items())
+    legend = Prose(
+        "by alone: mean of a run's time from arrival to end, by its time alone on all devices. load: the share of the "
+        "greatest throughput of equal parts that the runs need. best static: the best of all divisions in hindsight. "
+        f"Seconds per step by number of devices: {times}",
+        style="dim",
+    )
+    gains = sorted(row.gain for row in rows)
+    span = f"{gains[0]:.2f} to {gains[-1]:.2f}" if len(gains) > 1 else f"{gains[0]:.2f}"
+    text = f"Elastic runs end {span} times as soon as with the static division that is best in hindsight."
+    if len(rows) == 1:
+        sooner = min(way.makespan_s for way in rows[0].static) / rows[0].elastic.makespan_s
+        text += f" All have ended {sooner:.2f} times as soon as with the division with the earliest end."
+    heading = Text.assemble((title, "bold"), f"  {what}; simulated")
+    return Group(heading, "", made, "", legend, "", Prose(text, style="bold"))
+
+
+def _loads_table(rows: Sequence[Arrivals]) -> Table:
+    first = rows[0]
+    names = ["unequal parts" if row.unequal else row.name for row in first.static]
+    names += ["in turns"] if first.turns else []
+    made = table("by alone", *names, "elastic", "changes", "best static", "best static\n/ elastic", padding=1)
+    for row in rows:
+        ways = (*row.static, *([row.turns] if row.turns else []), row.elastic)
+        cells = [f"{way.by_alone:.2f}" for way in ways]
+        made.add_row(row.label, *cells, f"{row.elastic.changes}", row.best_static.name, f"{row.gain:.2f}")
+    return made
+
+
+def _ways_table(row: Arrivals) -> Table:
+    made = table(row.label, "by alone\n", "mean\ns", "all ended\ns", "changes\n", padding=1)
+    for way in (*row.static, *([row.turns] if row.turns else []), row.elastic):
+        made.add_row(way.name, f"{way.by_alone:.2f}", f"{way.mean_s:,.0f}", f"{way.makespan_s:,.0f}", f"{way.changes}")
+    return made
 
 
 def _table(rows: Sequence[ResultRow], columns: Sequence[ReportColumn]) -> Table:

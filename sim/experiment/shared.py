@@ -56,11 +56,11 @@ def arrangements(scenario: Scenario, counts: Sequence[int]) -> dict[int, list[Ar
         kinds = ", ".join(machines.kind for machines in scenario.cluster.machines)
         what, hint = f"runs share devices of one kind, and there are {kinds}", "leave all but one of them out"
         raise InputError(scenario.name, [Problem("cluster.machines", what, hint)])
-    alone = _Alone(scenario)
+    alone = RunsAlone(scenario)
     return {runs: list(_Arranger(alone, runs).all()) for runs in counts}
 
 
-class _Alone:
+class RunsAlone:
     """Simulates runs of a scenario, each alone on a fleet, and caches their traces."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -86,7 +86,7 @@ class _Alone:
 class _Arranger:
     """The arrangements of `runs` runs on the cluster."""
 
-    def __init__(self, alone: _Alone, runs: int) -> None:
+    def __init__(self, alone: RunsAlone, runs: int) -> None:
         self._alone = alone
         self._devices = alone.devices
         self._runs = runs

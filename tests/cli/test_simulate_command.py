@@ -107,6 +107,28 @@ def test_several_runs_on_one_cluster(tmp_path: Path) -> None:
     assert not (tmp_path / "simulations").exists()
 
 
+def test_runs_that_come_and_go(tmp_path: Path) -> None:
+    path, file = tmp_path / "tiny.yaml", tmp_path / "runs.csv"
+    path.write_text(yaml.safe_dump(values(policies=[{"name": "static"}], steps=2)))
+    result = invoke(path, "--arrivals", "poisson:0.3,0.6", "--runs", "20", "--run-steps", "4,8")
+    assert result.exit_code == 0, result.output
+    assert "20 runs of 4,8 steps, 60 s a change" in result.stdout
+    assert re.search(r"^load 0.3 .*\nload 0.6 ", result.stdout, re.MULTILINE)
+    file.write_text("at_s,steps\n0,4\n")
+    result = invoke(path, "--arrivals", file)
+    assert result.exit_code == 0, result.output
+    assert "All have ended 1.00 times as soon" in result.stdout
+    for text, wrong in (
+        ("poisson:much", "'much' has no numbers"),
+        ("poisson:3", "at most 2"),
+        ("none.csv", "cannot be read"),
+    ):
+        result = invoke(path, "--arrivals", text)
+        assert result.exit_code
+        assert wrong in " ".join((result.output + str(result.exception)).split())
+    assert invoke(path, "--runs", "9").exit_code == 2
+
+
 def test_a_recorded_run_is_a_workload_by_its_own_folder(run: Path, tmp_path: Path) -> None:
     path, entry = tmp_path / "tiny.yaml", [{"name": "static"}]
     recorded = values(workload={"type": "recorded", "path": str(run)}, policies=entry, seeds=1, engine={})
