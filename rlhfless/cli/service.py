@@ -70,6 +70,13 @@ def up(
         list[str] | None,
         typer.Option(metavar="KIND=N", help="Devices for runs, such as h100=64, if the cluster adds nodes on demand."),
     ] = None,
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=N[:WEIGHT]",
+            help="Most devices of the runs of an API key, such as team-a=16:2, and its share of them; 0 for no limit.",
+        ),
+    ] = None,
     max_drivers: Annotated[int, typer.Option(min=1, help="Maximum number of runs at a time; others are queued.")] = 4,
     driver_memory: Annotated[
         float | None,
@@ -105,6 +112,7 @@ def up(
         "ray_address": ray_address,
         "ray_cluster": ray_cluster,
         "watch_nodes": watch_nodes,
+        "quotas": dict(_quota(text) for text in quota or ()),
         "capacity": dict(_counted(text, "--capacity", "h100=64") for text in capacity or ()),
         "max_drivers": max_drivers,
         "driver_memory_gib": driver_memory,
@@ -145,6 +153,17 @@ def _counted(text: str, option: str, example: str) -> tuple[str, int]:
     if not name or not count.isdecimal():
         raise typer.BadParameter(f"{text!r} is not of the form NAME=N, such as {example}", param_hint=option)
     return name, int(count)
+
+
+def _quota(text: str) -> tuple[str, dict[str, float]]:
+    """Return the API key and the quota of `team-a=16:2`."""
+    counted, colon, weight = text.partition(":")
+    name, count = _counted(counted, "--quota", "team-a=16:2")
+    try:
+        share = float(weight) if colon else 1.0
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: the weight {weight!r} is no number", param_hint="--quota") from None
+    return name, ({"max_devices": count} if count else {}) | {"weight": share}
 
 
 def _require_code(settings: ServiceSettings) -> None:

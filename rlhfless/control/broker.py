@@ -1,20 +1,20 @@
 """Grants devices to runs. Pure functions: requests and the current time in, grants out.
 
-A run asks for a *minimum* that it needs to work, a *maximum* that it could use, and a *unit*: the devices of one
-generation actor, by which it grows and shrinks. A *grant* is the number of devices that the run may hold. A lowered
-grant takes effect at the end of the run's step, so devices that the run still holds count until it reports them free.
-The sum of granted or held devices therefore never exceeds their number.
+A run asks for the *sizes* that it can have: those of `placement.devices`, or its minimum and its actors above that by
+*units*, the devices of one actor. A *grant* is the number of devices that the run may hold. A lowered grant takes
+effect at the end of the run's step, so devices that the run still holds count until it reports them free. The sum of
+granted or held devices therefore never exceeds their number, and a grant is raised only once the devices are free.
 
 Waiting runs are ordered by priority, which grows while a run waits (so no run starves); then by owner, least holdings
 first; then by request time. The first run in this order whose minimum does not exceed the total number of devices of
-its kind is served before any run behind it, so smaller runs cannot overtake it forever. Other runs give back devices
-above their minimum, the last in order first. If these are too few, runs of lower priority yield all their devices.
+its kind is served before any run behind it, so smaller runs cannot overtake it forever. How many devices each run gets
+is decided in rlhfless.scaling.sizing. If the minimums of all runs do not fit beside that of a waiting run, runs of
+lower priority yield all their devices; so do the last in order if devices are lost.
 
 Runs that share devices (`tenants` above 1) may get the same devices in turns (rlhfless.scaling.turn_scheduler). Each
 may have the devices that non-sharing runs leave, as long as no device has more runs than any run on it allows. Together
-they may use as many devices as were granted to them in total, so a run that does not share waits for the rest.
-
-Devices that no run waits for go evenly to the runs that can use more.
+they may use as many devices as were granted to them in total, so a run that does not share waits for the rest. Where
+runs share, devices that no run waits for go evenly to the runs that can use more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rlhfless.scaling.sizes import SpeedCurve
+from rlhfless.scaling.sizing import Division, SizedRun, Team, divide
 from rlhfless.scaling.turn_scheduler import aged_priority
+
+MOST_LEVELS = 10
+"""Largest priority, in either direction, that weighs in sizes: a factor of a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,23 @@ class DevicesRequest:
     asked_at: float
     tenants: int = 1
     """Maximum number of runs on its devices, including this run."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of devices that an elastic run can have; empty for one whose actors come and go by units."""
+    curve: SpeedCurve = SpeedCurve({})  # noqa: RUF009 (frozen)
+    steps_left: float = 1.0
+    change_s: float = 0.0
+    """Seconds that a change of an elastic run's size costs."""
+    needed: int = 0
+    """Fewest devices that keep the deadline of its contract; 0 without one."""
+
+    @property
+    def sized(self) -> SizedRun:
+        sizes = self.sizes or tuple(range(self.minimum, self.maximum + 1, self.unit))
+        level = min(max(self.priority, -MOST_LEVELS), MOST_LEVELS)
+        size = 0 if self.waits else max((size for size in sizes if size <= self.granted), default=sizes[0])
+        return SizedRun(
+            self.run_id, sizes, self.curve, self.steps_left, size, self.change_s, self.needed, level, self.owner
+        )
 
     @property
     def shares(self) -> bool:
@@ -70,6 +92,8 @@ class Decisions:
     """Runs that yield at the end of their step."""
     reasons: Mapping[str, str]
     """Why each run waits, by run id."""
+    changes: Mapping[str, str] = field(default_factory=dict)
+    """Why the grants of runs that work change, by run id."""
 
 
 @dataclass
@@ -80,6 +104,7 @@ class _Kind:
     requests: list[DevicesRequest]
     granted: dict[str, int] = field(default_factory=dict)
     yields: list[str] = field(default_factory=list)
+    changes: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, request: DevicesRequest) -> int:
         """Return the current grant of a run."""
@@ -114,23 +139,90 @@ class _Kind:
         return min(left, most * left - together)
 
 
-def decide(requests: Iterable[DevicesRequest], present: Mapping[str, int], now_s: float) -> Decisions:
-    """Decide all grants. `present`: number of devices by kind."""
+def decide(
+    requests: Iterable[DevicesRequest],
+    present: Mapping[str, int],
+    now_s: float,
+    nodes: Mapping[str, Sequence[int]] | None = None,
+    teams: Mapping[str, Team] | None = None,
+) -> Decisions:
+    """Decide all grants. `present`: number of devices by kind. `nodes`: those of each node, by kind, if known. `teams`:
+    quotas by owner."""
     by_kind: dict[str, list[DevicesRequest]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.run_id):
         by_kind[request.kind].append(request)
     granted: dict[str, int] = {}
     reasons: dict[str, str] = {}
+    changes: dict[str, str] = {}
     yields: list[str] = []
     for name, of_kind in by_kind.items():
         kind = _Kind(present.get(name, 0), of_kind)
-        waiting = _serve(kind, now_s)
-        if not any(request.minimum <= kind.count for request in waiting):
-            _share_out(kind)
+        if any(request.shares for request in of_kind):
+            waiting = _serve(kind, now_s)
+            if not any(request.minimum <= kind.count for request in waiting):
+                _share_out(kind)
+        else:
+            by_node = (nodes or {}).get(name, ())
+            waiting = _divide(kind, by_node if sum(by_node) == kind.count else (kind.count,), teams or {}, now_s)
+            changes |= kind.changes
         granted |= {r.run_id: kind.of(r) for r in of_kind if kind.of(r) != r.granted}
         yields += kind.yields
         reasons |= {request.run_id: _reason(request, kind, now_s, place) for place, request in enumerate(waiting)}
-    return Decisions(granted, tuple(yields), reasons)
+    return Decisions(granted, tuple(yields), reasons, {run_id: changes[run_id] for run_id in changes & granted.keys()})
+
+
+def _divide(kind: _Kind, nodes: Sequence[int], teams: Mapping[str, Team], now_s: float) -> list[DevicesRequest]:
+    """Grant sizes to runs that do not share, and return the runs that still wait."""
+    waiting = _in_order([request for request in kind.requests if request.waits], kind, now_s)
+    working = [request for request in kind.requests if not request.waits]
+    for request in _last_first(working):
+        if sum(each.minimum for each in working) > kind.count:  # devices were lost
+            kind.yields.append(request.run_id)
+            working.remove(request)
+    division = divide([each.sized for each in (*working, *waiting)], nodes, teams)
+    for request in working:
+        kind.granted[request.run_id] = min(division.sizes[request.run_id], request.granted)
+    free = kind.free
+    left = []
+    for request in waiting:
+        size = division.sizes[request.run_id]
+        if 0 < size <= free and request.held == 0:
+            kind.granted[request.run_id] = size
+        else:
+            left.append(request)
+        free -= size
+    for request in working:
+        more = division.sizes[request.run_id] - request.granted
+        if 0 < more <= free:
+            kind.granted[request.run_id] = request.granted + more
+            free -= more
+    kind.changes = _changes(working, division)
+    _yield_to_first(kind, [request for request in left if not division.sizes[request.run_id]], working)
+    return left
+
+
+def _changes(working: Sequence[DevicesRequest], division: Division) -> dict[str, str]:
+    ids = {request.run_id for request in working}
+    return {run_id: reason for run_id, reason in division.reasons.items() if run_id in ids}
+
+
+def _yield_to_first(kind: _Kind, waiting: Sequence[DevicesRequest], working: Sequence[DevicesRequest]) -> None:
+    """Let runs of lower priority yield, if the first waiting run fits in no other way."""
+    first = next((request for request in waiting if request.minimum <= kind.count), None)
+    if first is None:
+        return
+    least = {request.run_id: request.minimum for request in working}
+    below = [request for request in _last_first(working) if request.priority < first.priority]
+    if sum(least.values()) - sum(request.minimum for request in below) + first.minimum > kind.count:
+        return  # even all of their devices are too few
+    for request in below:
+        if sum(least.values()) + first.minimum > kind.count:
+            kind.yields.append(request.run_id)
+            del least[request.run_id]
+
+
+def _last_first(requests: Sequence[DevicesRequest]) -> list[DevicesRequest]:
+    return sorted(requests, key=lambda each: (each.priority, -each.asked_at, each.run_id))
 
 
 def _serve(kind: _Kind, now_s: float) -> list[DevicesRequest]:
@@ -165,7 +257,7 @@ def _in_order(waiting: Sequence[DevicesRequest], kind: _Kind, now_s: float) -> l
 def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
     """Lower grants until a run's minimum will be free at the end of the current steps."""
     holders = [request for request in kind.requests if not request.waits]
-    last_first = sorted(holders, key=lambda r: (r.priority, -r.asked_at, r.run_id))
+    last_first = _last_first(holders)
     for request in last_first:
         while kind.to_come(wanting) < wanting.minimum and kind.of(request) - request.unit >= request.minimum:
             kind.granted[request.run_id] = kind.of(request) - request.unit
@@ -178,8 +270,7 @@ def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
 
 
 def _share_out(kind: _Kind) -> None:
-    """Grant unclaimed devices to the runs that can use more, starting with the run least above its minimum. Without
-    free devices, the run with the most returns some."""
+    """Grant unclaimed devices to the runs that can use more, starting with the run least above its minimum."""
     growing = [r for r in kind.requests if kind.of(r) and r.maximum > kind.of(r) and r.run_id not in kind.yields]
     while growing:
         request = min(growing, key=lambda r: (kind.of(r) - r.minimum, -r.priority, r.asked_at, r.run_id))
@@ -187,17 +278,6 @@ def _share_out(kind: _Kind) -> None:
             kind.granted[request.run_id] = kind.of(request) + request.unit
         else:
             growing.remove(request)
-            _even_out(kind, request)
-
-
-def _even_out(kind: _Kind, poor: DevicesRequest) -> None:
-    """Recall a unit from the run furthest above its minimum, if it is at least two units ahead of a run that can use
-    more. The unit is granted once it is free."""
-    if kind.of(poor) + poor.unit > poor.maximum or kind.to_come(poor) - kind.of(poor) * poor.shares >= poor.unit:
-        return
-    rich = max(kind.requests, key=lambda r: (kind.of(r) - r.minimum, r.run_id))
-    if kind.of(rich) - rich.minimum - (kind.of(poor) - poor.minimum) >= 2 * max(rich.unit, poor.unit):
-        kind.granted[rich.run_id] = kind.of(rich) - rich.unit
 
 
 def _reason(request: DevicesRequest, kind: _Kind, now_s: float, place: int) -> str:

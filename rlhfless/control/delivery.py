@@ -93,6 +93,13 @@ class LeaseWanted(_Message):
     """Number of devices that the run uses now."""
     tenants: int = Field(default=1, ge=1)
     """Maximum number of runs that share the devices, including this run."""
+    sizes: list[int] = []
+    """Numbers of devices that an elastic run can have; empty for others."""
+    seen_s: dict[str, float] = {}
+    """Measured seconds per step of an elastic run, by number of devices."""
+    steps_left: float = 0.0
+    change_s: float = 0.0
+    """Seconds that a change of an elastic run's size costs."""
 
 
 class DriverState(_Message):
@@ -134,6 +141,8 @@ class PushAnswer(_Message):
     """Number of devices that the run may hold; 0 while it waits for its lease."""
     lease_reason: str
     """Why the run waits for devices, as text."""
+    size_reason: str = ""
+    """Why an elastic run has this number of devices, as text."""
 
 
 class HostAnswer(_Message):

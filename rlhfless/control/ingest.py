@@ -179,6 +179,14 @@ def _on_usage(session: Session, run: RunRow, item: Item) -> None:
     run.device_s = sum(row.busy_device_s + row.idle_device_s + row.cold_device_s for row in rows)
 
 
+def _on_sized(session: Session, run: RunRow, item: Item) -> None:
+    """Record that a run works again after a change of its size, and the seconds of each part of the change."""
+    took_s = {name: float(seconds) for name, seconds in item.data["took_s"].items()}
+    parts = ", ".join(f"{name.removesuffix('_s')} {seconds:.1f} s" for name, seconds in took_s.items())
+    message = f"works on {item.data['devices']} device(s) after {sum(took_s.values()):.1f} s: {parts}"
+    store.add_event(session, run, "size", message, data=item.data, at=item.at)
+
+
 def _on_resolved(_: Session, run: RunRow, item: Item) -> None:
     run.resolved = item.data["spec"]
     run.steps = item.data["spec"]["steps"]
@@ -254,6 +262,7 @@ HANDLERS: dict[str, Callable[[Session, RunRow, Item], None]] = {
     "resumed": _on_resumed,
     "usage": _on_usage,
     "resolved": _on_resolved,
+    "sized": _on_sized,
     "checkpoints": _on_checkpoints,
     "rollouts": _on_rollouts,
     "held_out_rollouts": _on_held_out_rollouts,

@@ -304,6 +304,10 @@ class ReservationObject(ApiObject):
     asked_at: float
     tenants: int = 1
     """Maximum number of runs that share the devices by time-slicing, including this one."""
+    sizes: list[int] = Field(default_factory=list)
+    """Numbers of devices that an elastic run can have; empty for others."""
+    size_reason: str = ""
+    """Why an elastic run has this number of devices."""
 
 
 class DeviceKindObject(ApiObject):

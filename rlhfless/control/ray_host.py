@@ -20,9 +20,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ class RayReport:
     """Device counts by kind."""
     free: dict[str, int]
     nodes: int
+    by_node: dict[str, list[int]] = field(default_factory=dict)
+    """Devices of each node, by kind."""
 
 
 def read_ray(file: Path) -> RayReport | None:
@@ -239,12 +241,16 @@ async def _report_of(cluster: Any, ray_address: str | None) -> RayReport:
     nodes = await cluster.nodes("")
     devices: Counter[str] = Counter()
     free: Counter[str] = Counter()
+    by_node: dict[str, list[int]] = defaultdict(list)
     for node in nodes:
         kinds = {CPU_KIND, node.gpu_kind} if node.gpus else {CPU_KIND}
         for kind in kinds:
+            by_node[kind].append(node.count(kind))
             devices[kind] += node.count(kind)
             free[kind] += node.free(kind)
-    return RayReport(ray_address or cluster.address, os.getpid(), time.time(), dict(devices), dict(free), len(nodes))
+    return RayReport(
+        ray_address or cluster.address, os.getpid(), time.time(), dict(devices), dict(free), len(nodes), dict(by_node)
+    )
 
 
 async def report_to_file(folder: Path, ray_address: str | None) -> None:

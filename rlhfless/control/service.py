@@ -73,7 +73,7 @@ class Service:
         self.run_events = RunEvents(asyncio.get_running_loop())
         self.keys = Keys(database, required=not is_loopback(settings.host))
         self.supervisor = Supervisor(
-            database, settings, drivers, self.url, self.ray_address, self.ray_wait, self.device_counts
+            database, settings, drivers, self.url, self.ray_address, self.ray_wait, self.device_counts, self.nodes
         )
         self.runner = Runner()
         self.forecasts = Forecasts(database, self.runner, self.device_counts)
@@ -119,6 +119,11 @@ class Service:
         """Return the devices that runs may hold together, by kind."""
         ray = self.ray()
         return (ray.devices if ray else {}) | self.settings.capacity
+
+    def nodes(self) -> dict[str, list[int]]:
+        """Return the devices of each node, by kind; without those of `capacity` that are yet to come."""
+        ray = self.ray()
+        return ray.by_node if ray else {}
 
     async def run(self, run_id: str) -> RunRow:
         """Return a run. Raises ApiError (404)."""

@@ -49,6 +49,16 @@ class LimitsOfRequests(SpecModel):
     """Maximum number of open event streams."""
 
 
+class Quota(SpecModel):
+    """Devices of the runs of one API key."""
+
+    max_devices: Annotated[int, Field(ge=1)] | None = None
+    """Most devices that they may have together."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Share of the devices, relative to those of the other keys that have runs. What others leave is borrowed, and
+    returned first."""
+
+
 class Retention(SpecModel):
     """How long ended runs are kept."""
 
@@ -79,6 +89,8 @@ class ServiceSettings(SpecModel):
     capacity: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Devices that runs may hold together, by kind. By default all devices that the cluster has now; set more if a
     cluster autoscaler adds nodes."""
+    quotas: dict[str, Quota] = Field(default_factory=dict)
+    """Quotas of devices by the name of an API key."""
     max_drivers: Annotated[int, Field(ge=1)] = 4
     """Maximum number of runs with a driver at a time; others are queued. A driver takes about 1 GiB of host memory."""
     driver_memory_gib: Annotated[float, Field(gt=0)] | None = None

@@ -12,16 +12,16 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
-from rlhfless.control.broker import DevicesRequest, decide
+from rlhfless.control.broker import Decisions, DevicesRequest, decide
 from rlhfless.control.database.access import Database
-from rlhfless.control.database.tables import RunRow
+from rlhfless.control.database.tables import KeyRow, LeaseRow, RunRow
 from rlhfless.control.delivery import DriverExit, DriverOrder, failure
 from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.drivers import LOG_FILE, LOG_START, Drivers
@@ -30,15 +30,14 @@ from rlhfless.control.lifecycle import DRIVEN, ENDED, DesiredState, Status
 from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.process_limits import says_out_of_memory
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
+from rlhfless.scaling.sizes import SpeedCurve
+from rlhfless.scaling.sizing import Team
 from rlhfless.spec import TimeoutsSpec
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 """Time between two checks of the runs. A driver takes ten times as long to start."""
-
-LEASE_COLUMNS = DevicesRequest.__slots__[2:]
-"""Fields of a request that are columns of the run's lease; the first two are columns of the run."""
 
 KILL_AFTER_S = 35.0
 """Delay after `timeouts.stop_s` until a cancelled driver is killed, so that it can deliver its outbox."""
@@ -56,9 +55,10 @@ class Supervisor(PeriodicTask):
         ray_address: Callable[[], str],
         ray_wait: Callable[[], str],
         device_counts: Callable[[], dict[str, int]],
+        nodes: Callable[[], dict[str, list[int]]],
     ) -> None:
         """`url`: where drivers reach the service. `ray_address`: empty while there is no Ray. `ray_wait`: why there is
-        no Ray. `device_counts`: devices by kind."""
+        no Ray. `device_counts`: devices by kind. `nodes`: devices of each node, by kind."""
         super().__init__(PERIOD_S)
         self._database = database
         self._settings = settings
@@ -67,6 +67,7 @@ class Supervisor(PeriodicTask):
         self._ray_address = ray_address
         self._ray_wait = ray_wait
         self._device_counts = device_counts
+        self._nodes = nodes
         self.admits = True
         """Whether new drivers may be started."""
         self.yields: set[str] = set()
@@ -121,20 +122,15 @@ class Supervisor(PeriodicTask):
     # -- devices
 
     async def _grant_devices(self) -> None:
-        devices = self._device_counts()
-        now = time.time()
+        devices, nodes, now = self._device_counts(), self._nodes(), time.time()
 
         def grant(session: Session) -> None:
             rows = store.leases(session)
-            requests = [
-                DevicesRequest(run.owner, run.priority, **{name: getattr(lease, name) for name in LEASE_COLUMNS})
-                for lease, run in rows
-            ]
-            decisions = decide(requests, devices, now)
+            teams = _teams(session, self._settings)
+            decisions = decide([request_of(lease, run) for lease, run in rows], devices, now, nodes, teams)
             for lease, run in rows:
                 if lease.run_id in decisions.granted:
-                    lease.granted = decisions.granted[lease.run_id]
-                    store.touch(session, run)
+                    _grant(session, lease, run, decisions)
             self.yields = set(decisions.yields)
             self.lease_reasons = dict(decisions.reasons)
 
@@ -219,6 +215,60 @@ class Supervisor(PeriodicTask):
         for run in await self._database.read(store.driven):
             if run.driver is not None:
                 await asyncio.to_thread(self._drivers.stop, run.driver)
+
+
+def request_of(lease: LeaseRow, run: RunRow) -> DevicesRequest:
+    """Return what the broker knows of a run: its lease, its plan, and its measured steps."""
+    planned = run.sizes or {}
+    most = planned.get("maximum") or max(lease.sizes, default=0)
+    sizes = tuple(size for size in lease.sizes if size <= most) or tuple(lease.sizes[:1])
+    steps = {each["devices"]: each["step_s"] for each in planned.get("sizes", ()) if each["step_s"]}
+    curve = SpeedCurve(steps).measured({int(size): seconds for size, seconds in lease.seen_s.items()})
+    return DevicesRequest(
+        owner=run.owner,
+        priority=run.priority,
+        run_id=run.id,
+        kind=lease.kind,
+        minimum=lease.minimum,
+        maximum=sizes[-1] if sizes else lease.maximum,
+        unit=lease.unit,
+        granted=lease.granted,
+        held=lease.held,
+        asked_at=lease.asked_at,
+        tenants=lease.tenants,
+        sizes=sizes,
+        curve=curve,
+        steps_left=lease.steps_left,
+        change_s=lease.change_s,
+        needed=_needed(run, sizes, curve),
+    )
+
+
+def _teams(session: Session, settings: ServiceSettings) -> dict[str, Team]:
+    """Return the quotas by owner of a run: the id of its API key."""
+    if not settings.quotas:
+        return {}
+    keys = session.scalars(select(KeyRow).where(KeyRow.name.in_(list(settings.quotas))))
+    return {key.id: Team(settings.quotas[key.name].weight, settings.quotas[key.name].max_devices) for key in keys}
+
+
+def _needed(run: RunRow, sizes: Sequence[int], curve: SpeedCurve) -> int:
+    """Return the fewest devices that keep the deadline of a run's contract; 0 without one, or if none keeps it."""
+    contract = ((run.spec.get("scaling") or {}).get("contract")) or {}
+    if contract.get("type") != "cheapest" or not curve.step_s:
+        return 0
+    limit_s = contract["deadline_s"] if contract.get("per", "step") == "step" else contract["deadline_s"] / run.steps
+    return next((size for size in sizes if curve.at(size) <= limit_s), 0)
+
+
+def _grant(session: Session, lease: LeaseRow, run: RunRow, decisions: Decisions) -> None:
+    """Change a run's grant. For an elastic run, an event says why."""
+    before, lease.granted = lease.granted, decisions.granted[lease.run_id]
+    if lease.sizes:
+        lease.size_reason = decisions.changes.get(run.id) or f"starts on {lease.granted} device(s)"
+        data = {"before": before, "after": lease.granted}
+        store.add_event(session, run, "size", lease.size_reason, data=data)
+    store.touch(session, run)
 
 
 SWEEP_S = 600.0

@@ -32,6 +32,10 @@ class DevicesWanted:
     """Devices of one generation actor, acquired and released together."""
     tenants: int = 1
     """Maximum number of runs on the devices, including this one."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of devices that an elastic run can have; empty for others, which grow by units."""
+    present: int = 0
+    """Devices of the kind that an elastic run's cluster has, whoever holds them."""
 
 
 class StopCause(StrEnum):
@@ -43,6 +47,8 @@ class StopCause(StrEnum):
     """A run of higher priority needs the devices."""
     LIMIT = "limit"
     """It has reached a limit of its spec."""
+    RESIZE = "resize"
+    """It continues with another number of devices."""
 
 
 class RunPaused(UserError):
@@ -70,8 +76,11 @@ class Host:
     """A host that lets the run use all devices that it finds, until its end; also the base class of other hosts. All
     methods except `devices` return without waiting."""
 
-    async def devices(self, wanted: DevicesWanted) -> None:
-        """Wait until the run may acquire the minimum. Raises FleetError on timeout."""
+    async def devices(self, wanted: DevicesWanted) -> int:
+        """Wait until the run may acquire the minimum, or one of its sizes; return the number of devices that it may
+        acquire now. Raises FleetError on timeout."""
+        there = [size for size in wanted.sizes if size <= wanted.present]
+        return max(there, default=wanted.minimum) if wanted.sizes else wanted.maximum
 
     def began(self, run: BaseRun, held: Callable[[str], int]) -> int | None:
         """Handle the run before its fleet starts; return the maximum number of generation actors for now, or None for

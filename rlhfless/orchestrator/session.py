@@ -28,7 +28,7 @@ from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.turns import Turns
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import BaseRun
-from rlhfless.orchestrator.host import Host
+from rlhfless.orchestrator.host import DevicesWanted, Host
 from rlhfless.orchestrator.launch import devices_wanted, launch_of, pools_of, require_room, shm_cleanup, store_folders
 from rlhfless.orchestrator.learner_size import size_of
 from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
@@ -39,8 +39,10 @@ from rlhfless.orchestrator.start_run import start_run, stop_functions
 from rlhfless.orchestrator.supervised import SupervisedRun
 from rlhfless.orchestrator.token_batches import TokenBatches
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding
+from rlhfless.planning.inputs import DeviceCount, devices_of
 from rlhfless.planning.preflight import Prepared
 from rlhfless.planning.resolve import resolve
+from rlhfless.planning.sizes import fitting_sizes
 from rlhfless.prepare.prompt_order import order_of
 from rlhfless.records import Decision, FunctionName, FunctionRole
 from rlhfless.records.checkpoints import Checkpoints, checkpoints_of
@@ -49,6 +51,7 @@ from rlhfless.records.ledger import JOURNAL_FILE as JOURNAL_FILE
 from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.function_specs import name_of, place_run, publisher_of
+from rlhfless.scaling.placement import Node
 from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
@@ -75,6 +78,8 @@ class Session:
     host: Host = field(default_factory=Host)
     priority: int = 0
     """Rank of the run among those that share devices."""
+    granted: int = 0
+    """Devices that the host has granted to an elastic run; 0 before, and for other runs."""
 
     @property
     def spec(self) -> RunSpec:
@@ -103,7 +108,7 @@ async def open_session(session: Session) -> AsyncIterator[tuple[BaseRun, int]]:
         try:
             await _reach_nodes(session, code)
             if joined:
-                session = replace(session, prepared=await _on_cluster(session, cluster))
+                session = await _on_cluster(session, cluster)
             # The ledger records the spec, so it is opened after the spec is resolved for the devices.
             with contextlib.closing(_ledger(session, prices, attempt, earlier)) as ledger:
                 async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
@@ -123,17 +128,28 @@ async def _reach_nodes(session: Session, code: Path | None) -> None:
             await asyncio.to_thread(fetch_on_nodes, models, spec.timeouts.download_s)
 
 
-async def _on_cluster(session: Session, cluster: Cluster) -> Prepared:
+async def _on_cluster(session: Session, cluster: Cluster) -> Session:
     """Resolve the run for the devices of a joined cluster, and save its spec to the run's folder.
 
-    Raises PlacementError if there are no devices, and InputError if the run does not fit on them.
+    Raises PlacementError if there are no devices, InputError if the run does not fit on them, and FleetError if an
+    elastic run waits for its devices for too long.
     """
-    spec, prepared = session.spec, session.prepared
-    resolved = resolve(spec, await cluster.nodes(spec.placement.kind), prepared.max_model_len)
+    spec, prepared, granted = session.spec, session.prepared, 0
+    nodes = await cluster.nodes(spec.placement.kind)
+    on: Sequence[Node] | DeviceCount = nodes
+    if spec.placement.size_range is not None:
+        devices = devices_of(spec, nodes)
+        present = sum(node.count(devices.kind) for node in nodes)
+        fitting = fitting_sizes(spec, devices.kind, present, prepared.max_model_len)
+        sizes = tuple(each.devices for each in fitting)
+        wanted = DevicesWanted(devices.kind, sizes[0], sizes[-1], unit=1, sizes=sizes, present=present)
+        granted = await session.host.devices(wanted)
+        on = replace(devices, count=granted)
+    resolved = resolve(spec, on, prepared.max_model_len)
     if problems := resolved.problems(prepared.shape):
         raise InputError("the run cannot start on this cluster", problems)
     (session.folder / SPEC_FILE).write_text(resolved_yaml(resolved.spec), "utf-8")
-    return prepared.on(resolved)
+    return replace(session, prepared=prepared.on(resolved), granted=granted)
 
 
 def _ledger(session: Session, prices: PriceBook, attempt: int, earlier: Trace | None) -> Ledger:
@@ -157,7 +173,8 @@ async def _fleet(
     devices = RunDevices(cluster, placement, call, spec, session.priority, session.console.stage)
     devices.acquired = ledger.add_acquired
     launch = launch_of(spec, session.prepared, placement, session.run_id, session.folder)
-    await session.host.devices(devices_wanted(spec, placement))
+    if not session.granted:
+        await session.host.devices(devices_wanted(spec, placement))
     by_name, turns = pools_of(launch, call, cluster, ledger, placement, devices)
     pools = list(by_name.values())
     lease_s = spec.recovery.lease_s

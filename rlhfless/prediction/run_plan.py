@@ -251,11 +251,14 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forecast(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PlannedDevices of the run's own devices as JSON. `question` is that of `planned`. Raises InputError."""
+    """Return PlannedDevices of the run's own devices as JSON, with `sizes` (PlannedSizes). `question` is that of
+    `planned`. Raises InputError."""
     planner = planner_of(question)
-    main = resolve(planner.spec, chosen_devices(planner.spec, question["present"]), required=True).asked
+    devices = chosen_devices(planner.spec, question["present"])
+    main = resolve(planner.spec, devices, required=True).asked
     assert main is not None
-    return planner.row(main)
+    sizes = planner.sizes(planner.spec, devices.kind, question["present"].get(devices.kind, 0))
+    return planner.row(main) | {"sizes": sizes}
 
 
 def planner_of(question: Mapping[str, Any]) -> Planner:

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.control.broker import DevicesRequest, decide
+from rlhfless.scaling.sizes import SpeedCurve
+from rlhfless.scaling.sizing import Team
 from rlhfless.scaling.turn_scheduler import AGING_S
 
 KIND = "h100"
@@ -89,12 +91,63 @@ def test_a_run_of_lower_priority_gives_way_only_if_that_helps() -> None:
 
 
 def test_a_run_that_came_alone_shares_later() -> None:
-    decisions = decide([asking("first", 1, 8, granted=7), asking("second", 1, 8, granted=1, at=1)], {KIND: 8}, 1.0)
-    assert decisions.granted == {"first": 6}
-    decisions = decide([asking("first", 1, 8, granted=5), asking("second", 1, 8, granted=3, at=1)], {KIND: 8}, 1.0)
-    assert decisions.granted == {"first": 4}
-    decisions = decide([asking("first", 1, 8, granted=4), asking("second", 1, 8, granted=4, at=1)], {KIND: 8}, 1.0)
+    first, second = asking("first", 1, 8, granted=7), asking("second", 1, 8, granted=1, at=1)
+    assert decide([first, second], {KIND: 8}, 1.0).granted == {"first": 4}
+    back = dataclasses.replace(first, granted=4, held=4)
+    decisions = decide([back, second], {KIND: 8}, 1.0)
+    assert decisions.granted == {"second": 4}
+    assert decisions.changes == {"second": "1 -> 4 devices: they gain most here"}
+    assert decide([back, dataclasses.replace(second, granted=4, held=4)], {KIND: 8}, 1.0).granted == {}
+
+
+def elastic(name: str, granted: int = 0, *, sizes: tuple[int, ...] = (1, 2, 4, 8), at: float = 0.0) -> DevicesRequest:
+    curve = SpeedCurve({size: 80.0 / size**0.5 for size in sizes})
+    request = asking(name, sizes[0], sizes[-1], granted=granted, at=at)
+    return dataclasses.replace(request, sizes=sizes, curve=curve, steps_left=100.0, change_s=60.0)
+
+
+def test_an_elastic_run_shrinks_for_one_that_comes_and_grows_when_it_ends() -> None:
+    """At the power 0.5, two runs of four devices do 1.41 times the work of one of eight."""
+    alone = decide([elastic("a")], {KIND: 8}, 0.0)
+    assert alone.granted == {"a": 8}
+    comes = decide([elastic("a", 8), elastic("b", at=1)], {KIND: 8}, 2.0)
+    assert comes.granted == {"a": 4}, "b starts when they are free"
+    assert comes.changes == {"a": "8 -> 4 devices: b can start, 28.3 -> 40 s a step"}
+    waits = decide([dataclasses.replace(elastic("a", 4), held=8), elastic("b", at=1)], {KIND: 8}, 3.0)
+    assert waits.granted == {}
+    starts = decide([elastic("a", 4), elastic("b", at=1)], {KIND: 8}, 4.0)
+    assert starts.granted == {"b": 4}
+    assert decide([elastic("a", 4), elastic("b", 4, at=1)], {KIND: 8}, 5.0).granted == {}
+    assert decide([elastic("a", 4)], {KIND: 8}, 6.0).granted == {"a": 8}
+
+
+def test_a_run_waits_at_its_min_until_another_ends() -> None:
+    full = [elastic("a", 4, sizes=(4, 8)), elastic("b", 4, sizes=(4, 8), at=1)]
+    decisions = decide([*full, elastic("c", sizes=(2, 4), at=2)], {KIND: 8}, 10.0)
     assert decisions.granted == {}
+    assert decisions.reasons == {"c": "waiting for 2 x h100 for 8 s; 0 of 8 free"}
+
+
+def test_lost_devices_shrink_runs_and_the_last_yields_where_minimums_do_not_fit() -> None:
+    runs = [elastic("a", 4), elastic("b", 4, at=1)]
+    shrunk = decide(runs, {KIND: 4}, 10.0)
+    assert sum(shrunk.granted.values()) == 4
+    assert not shrunk.yields
+    large = [elastic("a", 4, sizes=(4, 8)), elastic("b", 4, sizes=(4, 8), at=1)]
+    assert decide(large, {KIND: 4}, 10.0).yields == ("b",)
+
+
+def test_the_devices_of_a_node_stay_together() -> None:
+    runs = [elastic("a", 4), elastic("b", 4, at=1), elastic("c", at=2)]
+    assert decide(runs, {KIND: 16}, 10.0, {KIND: (8, 8)}).granted["c"] in (4, 8)
+    three = [elastic(name, sizes=(3, 5)) for name in "abc"]
+    granted = decide(three, {KIND: 16}, 10.0, {KIND: (8, 8)}).granted
+    assert sorted(granted.values()) == [3, 5, 5], "three of 5 do not fit on two nodes"
+
+
+def test_quotas_of_owners() -> None:
+    runs = [elastic("a"), elastic("b", at=1)]
+    assert decide(runs, {KIND: 8}, 10.0, None, {"a": Team(max_devices=4)}).granted == {"a": 2, "b": 2}
 
 
 def test_kinds_do_not_mix() -> None:

@@ -70,7 +70,13 @@ async def deliver(
             desired = "cancel" if run.status in ENDED else "yield" if run_id in service.supervisor.yields else "run"
         reason = service.supervisor.lease_reasons.get(run_id, "")
         granted = lease.granted if lease else 0
-        return PushAnswer(pushed=pushed, desired_state=desired, granted=granted, lease_reason=reason)
+        return PushAnswer(
+            pushed=pushed,
+            desired_state=desired,
+            granted=granted,
+            lease_reason=reason,
+            size_reason=lease.size_reason if lease else "",
+        )
 
     answer = await service.database.write(take)
     service.device_history.add(run_id, push.now.worked, time.time())

@@ -59,7 +59,8 @@ class Forecasts(PeriodicTask):
         question: dict[str, Any] = {"spec": run.spec, "present": devices, "trace": trace}
         row = await self._answer("forecast", question, PLAN_S)
         predicted = row.get("predicted") or NOTHING
-        await self._database.write(lambda session: _set(session, RunRow, run.id, plan=predicted))
+        values = {"plan": predicted, "sizes": row.get("sizes")}
+        await self._database.write(lambda session: _set(session, RunRow, run.id, **values))
 
     async def _static(self, run: RunRow) -> None:
         trace = trace_of(run.folder)

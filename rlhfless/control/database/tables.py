@@ -61,6 +61,8 @@ class RunRow(Base):
     """code, message, param."""
     plan: Mapped[Json | None]
     """The prediction made before the run started (objects.PlannedCost)."""
+    sizes: Mapped[Json | None]
+    """The planned sizes of an elastic run (planning.objects.PlannedSizes); null until planned, and for other runs."""
     best_static: Mapped[Json | None]
     """The best static fleet for the same steps (objects.StaticFleet)."""
     simulated_step: Mapped[int] = mapped_column(default=0)
@@ -158,6 +160,15 @@ class LeaseRow(Base):
     asked_at: Mapped[float]
     tenants: Mapped[int] = mapped_column(default=1, server_default="1")
     """Maximum number of runs on a device, including this run."""
+    sizes: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
+    """Numbers of devices that an elastic run can have; empty for others."""
+    seen_s: Mapped[Json] = mapped_column(default=dict, server_default="{}")
+    """Measured seconds per step of an elastic run, by number of devices."""
+    steps_left: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    change_s: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    """Seconds that a change of an elastic run's size costs."""
+    size_reason: Mapped[str] = mapped_column(default="", server_default="")
+    """Why an elastic run has this number of devices."""
 
 
 class IdempotencyRow(Base):

@@ -26,7 +26,7 @@ from rlhfless.control.run_files import ALLOWED_FILE, allowed_in, leave_mark
 from rlhfless.control.spec_admission import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.functions.devices import OutOfMemory
-from rlhfless.orchestrator.driver import execute
+from rlhfless.orchestrator.driver import Outcome, execute
 from rlhfless.orchestrator.exit_codes import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.orchestrator.host import RunPaused, StopCause
 from rlhfless.orchestrator.resuming import has_begun, hold_inputs
@@ -134,7 +134,9 @@ class _Attempt:
         """Return the POSTed spec on the service's Ray; for a resumed run, the spec as resolved for its devices."""
         own = self._folder / SPEC_FILE
         posted = RunSpec.model_validate(self._order.spec)
-        spec = load_spec(own) if own.is_file() else posted
+        # The sizes of an elastic run are in the POSTed spec; the other is of its last size.
+        kept = own.is_file() and posted.placement.size_range is None
+        spec = load_spec(own) if kept else posted
         placement = spec.placement.model_copy(update={"ray_address": self._order.ray_address})
         weights = spec.weights
         if self._order.one_machine and weights.transport == "auto":
@@ -185,7 +187,7 @@ class _Attempt:
             session = Session(
                 prepared, self._order.run_id, self._folder, reporter, sinks, reporter, self._order.priority
             )
-            outcome = await execute(session)
+            outcome = await _through_sizes(session, reporter)
         except StaleOutbox:
             raise
         except RunPaused as error:
@@ -218,6 +220,30 @@ class _Attempt:
         return DriverExit(status=Status.FAILED, reason=text, error=what)
 
 
+async def _through_sizes(session: Session, reporter: Reporter) -> Outcome:
+    """Run to the end. An elastic run whose size the service changes stops after its step, and starts from its
+    checkpoint with other devices; if it cannot start there, it returns to a size that it can have.
+
+    Raises as `execute`.
+    """
+    while True:
+        try:
+            return await execute(session)
+        except RunPaused as error:
+            if error.cause is not StopCause.RESIZE:
+                raise
+        except StaleOutbox:
+            raise
+        except Exception as error:
+            size = reporter.sizes.size
+            if is_stopping() or not reporter.sizes.refuse():
+                raise
+            what = f"the run could not start on {size} devices, and does not ask for as many again: {error}"
+            log.warning("%s", what)
+            reporter.put("message", level="warning", message=what)
+        reporter.sizes.part("start")
+
+
 IN_LOGS = "The traceback is in the run's logs."
 
 RAY_AWAY = "the service's Ray cannot be reached; the run's logs say why, and its operator can correct it"
@@ -237,6 +263,8 @@ def _called_off(cause: StopCause | None) -> DriverExit:
         return DriverExit(status=Status.CANCELLED, reason="cancelled")
     if cause is StopCause.PAUSE:
         return DriverExit(status=Status.PAUSED, reason="paused before its first step")
+    if cause is StopCause.RESIZE:
+        return DriverExit(status=Status.QUEUED, reason="continues with the devices that are left")
     return DriverExit(status=Status.QUEUED, reason="yielded to a run of higher priority")
 
 

@@ -11,12 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
+from rlhfless.control.delivery import DriverState, PushAnswer
+from rlhfless.control.driver.run_sizes import RunSizes
 from rlhfless.control.driver.samples import SampleReader
 from rlhfless.control.driver.service_client import Outbox
 from rlhfless.control.lifecycle import Status
@@ -33,7 +33,7 @@ from rlhfless.scaling.accounting import usage
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.telemetry.console import Console
-from rlhfless.telemetry.sinks import NO_SAMPLES, finite
+from rlhfless.telemetry.sinks import FOR_DEVICES, NO_SAMPLES, finite
 from rlhfless.util.text import storable
 
 RECENT_STEPS = 8
@@ -60,6 +60,7 @@ class Reporter(Host):
         self._reported_calls = 0
         self._run: BaseRun | None = None
         self._wanted: DevicesWanted | None = None
+        self.sizes = RunSizes()
         self._held: Callable[[str], int] = lambda _: 0
         self._usage: UsageReporter | None = None
         self._status: Status | None = None
@@ -87,7 +88,9 @@ class Reporter(Host):
         return DriverState(
             reason=storable(self._reason()),
             left_s=sum(pace) / len(pace) * max(self._steps - self._done, 0) if pace else None,
-            lease=None if wanted is None else LeaseWanted(**asdict(wanted), held=self._held(wanted.kind)),
+            lease=None
+            if wanted is None
+            else self.sizes.wanted(wanted, self._held(wanted.kind), self._steps - self._done),
             replicas=[] if self._run is None else replicas_of(self._run),
             worked=[] if self._run is None else self._worked(self._run),
         )
@@ -117,14 +120,22 @@ class Reporter(Host):
             self.cancel(None)
         elif answer.desired_state != "run" and not self._done and self._status is not Status.RUNNING:
             self.cancel(StopCause.PAUSE if answer.desired_state == "pause" else StopCause.YIELD)
+        elif self.sizes.elastic and self._may_hold < self.sizes.size and self._waits_for_devices:
+            self.cancel(StopCause.RESIZE)  # some of its devices are lost, or another run's: it goes on with fewer
 
-    async def devices(self, wanted: DevicesWanted) -> None:
-        """Wait until the service grants devices. Raises NoDevices after `timeouts.devices_s`."""
+    @property
+    def _waits_for_devices(self) -> bool:
+        return any(what.startswith(FOR_DEVICES) for what, _ in self._waits)
+
+    async def devices(self, wanted: DevicesWanted) -> int:
+        """Wait until the service grants devices, and return their number. Raises NoDevices after
+        `timeouts.devices_s`."""
+        self.sizes.offer(wanted.sizes)
         self._wanted = wanted
         end_s = time.monotonic() + self._devices_s
         self.status(Status.PROVISIONING, f"asking for {wanted.minimum} x {wanted.kind}")
         with self._shown(f"waiting for {wanted.minimum} x {wanted.kind}"):
-            while not self._granted:
+            while not self._may_hold:
                 self.wake()
                 self._answered.clear()
                 try:
@@ -137,6 +148,14 @@ class Reporter(Host):
                 if self._answer is not None and self._answer.lease_reason:
                     self._waits[-1] = (self._answer.lease_reason, math.inf)
 
+        self.sizes.starts(self._may_hold)
+        return self._may_hold
+
+    @property
+    def _may_hold(self) -> int:
+        """Number of devices with which the run can work now; 0 while it waits."""
+        return self.sizes.among(self._granted) if self.sizes.elastic else self._granted
+
     @property
     def _granted(self) -> int:
         """Number of devices the run may hold; 0 while it waits."""
@@ -147,6 +166,8 @@ class Reporter(Host):
     def began(self, run: BaseRun, held: Callable[[str], int]) -> int | None:
         self._run, self._held = run, held
         self.put("resolved", spec=run.spec.model_dump(mode="json"))
+        if decision := self.sizes.decision(self._done, self._answer.size_reason if self._answer else ""):
+            run.ledger.add_decision(decision)
         self._usage = UsageReporter(run.ledger, self.put)
         return self._actors()
 
@@ -164,6 +185,9 @@ class Reporter(Host):
             self._usage.report_if_due(run.pools.values())
         desired_state = self._answer.desired_state if self._answer else "run"
         stop = {"pause": StopCause.PAUSE, "yield": StopCause.YIELD}.get(desired_state)
+        if stop is None and self.sizes.elastic and self._may_hold != self.sizes.size:
+            stop = StopCause.RESIZE
+            self.sizes.stops()
         return Verdict(stop, self._actors())
 
     def saved(self, checkpoints: Checkpoints) -> None:
@@ -186,7 +210,7 @@ class Reporter(Host):
     def _actors(self) -> int | None:
         """Return the largest number of generation actors that fits the grant; None if the number is fixed."""
         wanted, run = self._wanted, self._run
-        if wanted is None or run is None or wanted.maximum == wanted.minimum:
+        if wanted is None or run is None or wanted.maximum == wanted.minimum or self.sizes.elastic:
             return None
         more = max(self._granted - wanted.minimum, 0) // wanted.unit
         return run.spec.scaling.generation.min_actors + more
@@ -197,8 +221,16 @@ class Reporter(Host):
 
     # -- rlhfless.telemetry.sinks.RunProgress
 
+    def _works(self) -> None:
+        if took_s := self.sizes.works():
+            self.put("sized", devices=self.sizes.size, took_s=took_s)
+
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
+        if what.startswith("evaluating "):
+            self._works()
+        elif what.startswith("stopping "):
+            self.sizes.part("stop")
         with self._shown(what), self._console.waiting(what):
             yield
 
@@ -206,6 +238,7 @@ class Reporter(Host):
     def stage(self, what: str) -> Iterator[None]:
         if what.startswith("step "):
             self.status(Status.RUNNING, "running")
+            self._works()
             what = f"{what} of {self._steps}"
         with self._shown(what), self._console.stage(what):
             yield
@@ -238,6 +271,7 @@ class Reporter(Host):
         if is_step:
             self._done = step
             self._recent.append(values["step_s"])
+            self.sizes.step_done(values["step_s"])
         shown = {name: finite(value) for name, value in values.items()}
         for name, many in samples.items():
             quantiles = np.quantile(np.asarray(many, dtype=float), QUANTILES) if len(many) else ()

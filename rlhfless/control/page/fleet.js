@@ -51,7 +51,8 @@ function holding(run) {
   const range = run.maximum > run.minimum ? ` (${run.minimum} to ${run.maximum})` : "";
   if (run.held > run.granted) return ` holds ${run.held}${range}, gives back ${run.held - run.granted} after its step`;
   if (run.tenants > 1) return ` shares ${run.held} by time-slicing with at most ${run.tenants - 1} other${run.tenants > 2 ? "s" : ""}`;
-  return ` holds ${run.held}${run.held < run.granted ? ` of ${run.granted}` : ""}${range}`;
+  const why = run.sizes.length && run.size_reason ? `: ${run.size_reason}` : "";
+  return ` holds ${run.held}${run.held < run.granted ? ` of ${run.granted}` : ""}${range}${why}`;
 }
 
 function functionsPanel(replicas) {

@@ -1,0 +1,125 @@
+"""The sizes of an elastic run, as its driver sees them: the present one, measured steps, changes and what they cost."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from statistics import fmean
+
+from rlhfless.control.delivery import LeaseWanted
+from rlhfless.orchestrator.host import DevicesWanted
+from rlhfless.records import Decision
+from rlhfless.util.clock import unix_s
+
+CHANGE_S = 60.0
+"""Seconds that a change is taken to cost until the run has started once: saving, stopping, and starting anew."""
+
+RECENT_STEPS = 8
+"""Steps of a size whose seconds are averaged."""
+
+
+class RunSizes:
+    """Sizes, steps and changes of one driver. All changes restart the run from its checkpoint, in the same driver."""
+
+    def __init__(self) -> None:
+        self._offered: tuple[int, ...] = ()
+        self._refused: set[int] = set()
+        """Sizes at which the run could not start."""
+        self.size = 0
+        """Devices that the run has, or starts with; 0 before it has any."""
+        self._before = 0
+        """Size before the change under way; 0 without one."""
+        self._seen_s: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT_STEPS))
+        self._steps_here = 0
+        """Steps since the run started at its size."""
+        self._changes_s: list[float] = []
+        self._starts_s: float | None = None
+        """When the run began to start at its size; None once it works."""
+        self._began_s: dict[str, float] = {}
+        """When each part of the change under way began, by name."""
+
+    @property
+    def elastic(self) -> bool:
+        return bool(self._offered)
+
+    def offer(self, sizes: tuple[int, ...]) -> None:
+        self._offered = sizes
+
+    def among(self, granted: int) -> int:
+        """Return the largest size within a grant; 0 if none is."""
+        return max((size for size in self._sizes if size <= granted), default=0)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [size for size in self._offered if size not in self._refused] or list(self._offered)
+
+    def wanted(self, wanted: DevicesWanted, held: int, steps_left: int) -> LeaseWanted:
+        """Return what the service is told."""
+        lease = LeaseWanted(
+            kind=wanted.kind,
+            minimum=wanted.minimum,
+            maximum=wanted.maximum,
+            unit=wanted.unit,
+            held=held,
+            tenants=wanted.tenants,
+        )
+        if not self.elastic:
+            return lease
+        sizes = self._sizes
+        seen_s = {str(size): fmean(seconds) for size, seconds in self._seen_s.items() if seconds}
+        change_s = self._changes_s[-1] if self._changes_s else CHANGE_S
+        changes = {"sizes": sizes, "seen_s": seen_s, "steps_left": steps_left, "change_s": change_s}
+        return lease.model_copy(update=changes | {"minimum": sizes[0], "maximum": sizes[-1]})
+
+    # -- changes
+
+    def stops(self) -> None:
+        """Note that the run saves its state and stops, to change its size."""
+        self._before, self._began_s = self.size, {"save": time.monotonic()}
+
+    def part(self, name: str) -> None:
+        """Note that a part of the change begins: `stop` or `start`."""
+        if self._before:
+            self._began_s[name] = time.monotonic()
+
+    def starts(self, size: int) -> None:
+        """Note the size with which the run starts, or starts again."""
+        self.size, self._steps_here, self._starts_s = size, 0, time.monotonic()
+
+    def decision(self, step: int, reason: str) -> Decision | None:
+        """Return the decision for the trace of a run that has started; None if it has the size of before."""
+        if not self.elastic or self.size == self._before:
+            return None
+        inputs: dict[str, float | int | str | bool] = {"devices_before": self._before, "devices": self.size}
+        return Decision(step, unix_s(), "size", f"{self._before} -> {self.size} devices", inputs | {"reason": reason})
+
+    def works(self) -> dict[str, float] | None:
+        """Note that a step or an evaluation begins; return the seconds of each part of the change that this ends, if
+        one does."""
+        start_s, self._starts_s = self._starts_s, None
+        if not self._before:
+            if start_s is not None and not self._changes_s:
+                self._changes_s.append(time.monotonic() - start_s)
+            return None
+        names, times = [*self._began_s], [*self._began_s.values(), time.monotonic()]
+        took_s = {f"{name}_s": after - at for name, at, after in zip(names, times, times[1:], strict=False)}
+        self._changes_s.append(times[-1] - times[0])
+        self._before, self._began_s = 0, {}
+        return took_s
+
+    def refuse(self) -> bool:
+        """Refuse the present size if no step was done since the change to it; return whether another is left."""
+        if not self._before or self._steps_here or len(self._refused) + 1 >= len(self._offered):
+            return False
+        self._refused.add(self.size)
+        return True
+
+    def step_done(self, step_s: float) -> None:
+        """Note a step. The first at a size, which includes what starts late, counts only until there is another."""
+        seen = self._seen_s[self.size]
+        self._steps_here += 1
+        if self._steps_here == 1 and seen:
+            return
+        if self._steps_here == 2 and len(seen) == 1:
+            seen.clear()
+        seen.append(step_s)

@@ -1,0 +1,100 @@
+"""Elastic runs of a service on two cores: they shrink and grow as others come and go, whatever is killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from e2e.test_service import Up, posted, up  # noqa: F401  # a fixture
+from fakes.live_runs import fault_values
+from rlhfless.control.lifecycle import Status
+from rlhfless.records.traces import Trace, compare_samples, read_trace
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.long]
+
+STEPS = 1000
+"""So many that a change pays, whatever it takes; the run is cancelled."""
+
+
+def run_values(assets: Any, name: str, devices: Any, steps: int = STEPS) -> dict[str, Any]:
+    """A run with two actors, which is faster on two cores."""
+    changes = {"name": name, "steps": steps, "placement": {"devices": devices}, "prompts_per_step": 16}
+    return posted(fault_values(assets, actors=2)) | changes
+
+
+def sizes_of(service: Up, run_id: str) -> list[tuple[int, int]]:
+    """The changes of a run's grant, before and after."""
+    with service.client as client:
+        events = [event.data for event in client.watch(run_id) if event.type == "size" and "after" in event.data]
+    return [(data["before"], data["after"]) for data in events]
+
+
+def has(service: Up, run_id: str, devices: int) -> None:
+    """Wait until a run may hold so many devices."""
+    end = time.monotonic() + 300
+    while True:
+        url = json.loads((service.data / "service.json").read_text())["url"]
+        kinds = httpx.get(f"{url}/v1/devices", timeout=20).json()["data"]
+        granted = {run["run_id"]: run["granted"] for kind in kinds for run in kind["runs"]}
+        if granted.get(run_id) == devices:
+            return
+        assert time.monotonic() < end, granted
+        time.sleep(0.1)
+
+
+def trace_of(service: Up, run_id: str) -> Trace:
+    return read_trace(service.data / "runs" / run_id / "trace")
+
+
+def test_runs_shrink_and_grow_as_others_come_and_go(up: Up, assets: Any) -> None:  # noqa: F811
+    """`first` is alone on both cores. `second` comes: each has one. `third` needs two, and waits. `second` ends, and
+    `first` grows; its driver is killed while it shrinks, and the service while it grows. When `first` is cancelled,
+    `third` starts."""
+    elastic = {"min": 1, "max": 2}
+    with up.client as client:
+        first = client.create_run(run_values(assets, "first", elastic)).id
+        up.until(first, lambda run: run.step >= 2)
+        second = client.create_run(run_values(assets, "second", elastic, steps=6)).id
+        has(up, first, 1)
+        up.kill_driver(first)
+        up.until(second, lambda run: run.step >= 1)
+        third = client.create_run(run_values(assets, "third", 2, steps=2)).id
+        up.until(first, lambda run: run.attempt == 2 and run.status is Status.RUNNING)
+        assert client.get_run(third).step == 0
+        up.until(second, lambda run: run.status is Status.SUCCEEDED)
+    has(up, first, 2)
+    up.kill()
+    up.start()
+    grown = up.until(first, lambda run: run.attempt == 2).step
+    done = up.until(first, lambda run: run.step >= grown + 3).step
+    with up.client as client:
+        client.cancel_run(first)
+    up.until(first, lambda run: run.status is Status.CANCELLED)
+    up.until(third, lambda run: run.status is Status.SUCCEEDED)
+
+    assert sizes_of(up, first) == [(0, 2), (2, 1), (1, 2)]
+    assert sizes_of(up, second) == [(0, 1)]
+    with up.client as client:
+        alone = client.create_run(run_values(assets, "alone", 1, steps=done + 2)).id
+    up.until(alone, lambda run: run.status is Status.SUCCEEDED)
+    whole = trace_of(up, alone)
+    for run_id in (first, second, third):
+        same = compare_samples(trace_of(up, run_id), whole)
+        assert (same.fraction, same.only_in_first) == (1.0, 0)
+    check_bill(trace_of(up, first), trace_of(up, second))
+
+
+def check_bill(first: Trace, second: Trace) -> None:
+    """Each trace says on how many devices which steps were, and why; together they never have more than two cores."""
+    changes = [decision for decision in first.decisions if decision.kind == "size"]
+    assert [decision.inputs["devices"] for decision in changes][:2] == [2, 1]
+    assert changes[-1].inputs["devices"] == 2
+    assert all(decision.inputs["reason"] for decision in changes)
+    held = [(row.start_s, row.end_s, row.device) for trace in (first, second) for row in trace.holdings]
+    for at_s, _, _ in held:
+        names = [{row.device for row in trace.holdings if row.start_s <= at_s < row.end_s} for trace in (first, second)]
+        assert sum(map(len, names)) <= 2
