@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from rlhfless.orchestrator.ledger import Ledger, StepAttempt
-from rlhfless.records import Experience, Invocation
+from rlhfless.orchestrator.step_metrics import TokenCounts, prompt_token_metrics
+from rlhfless.records import Experience, FunctionName, Invocation
 from rlhfless.sim.counted import CountedGroup
+from rlhfless.sim.setup import Setup
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class CountedStepBatch:
     packed: CountedBatch
     groups: Sequence[CountedGroup]
     begun: StepAttempt
+    epochs_of: Callable[[str], int]
 
     response_tokens: Sequence[float] = ()
     """Its trace has the lengths."""
@@ -47,17 +50,24 @@ class CountedStepBatch:
         """See StepBatch. Counted samples have no rewards."""
         return {}
 
-    def prompt_metrics(self, calls: Iterable[Invocation]) -> dict[str, float]:  # noqa: ARG002
+    def prompt_metrics(self, calls: Iterable[Invocation]) -> dict[str, float]:
         """See StepBatch."""
-        return {}
+        batch, learned = self.packed.batch, self.packed.groups
+        unique = batch.tree.unique_tokens(batch.prompt_tokens)
+        if len(learned) < batch.groups:  # prompts of several steps share no prefixes (CountedPrompts)
+            unique = int(batch.prompt_tokens[learned].sum())
+        tokens = TokenCounts(unique, int(self.metrics["response_tokens"]))
+        return prompt_token_metrics(calls, tokens, tokens, self.epochs_of)
 
 
 class CountedBatches:
     """Counts the batches of a simulated run (implements rlhfless.orchestrator.batches.Batches)."""
 
-    def __init__(self, *, evaluates: bool) -> None:
-        """`evaluates`: whether the learner computes the old logprobs before its first update."""
-        self._evaluates = evaluates
+    def __init__(self, setup: Setup) -> None:
+        self._evaluates = setup.learner.evaluate_token_s > 0
+        """Whether the learner computes the old logprobs before its first update."""
+        self._epochs = {shape.function: shape.epochs for shape in setup.services if shape.learns}
+        self._epochs[FunctionName.LEARNER] = setup.learner.epochs
 
     def key(self, group: Any) -> Hashable:
         """See Batches."""
@@ -93,7 +103,7 @@ class CountedBatches:
         packed = CountedBatch(tokens, count, groups[0].batch, [group.number for group in groups])
         if self._evaluates:
             await evaluate(packed)
-        return CountedStepBatch(packed, groups, begun)
+        return CountedStepBatch(packed, groups, begun, self._epochs.__getitem__)
 
     def learned(self, step: int, batch: Any, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
         """See Batches."""

@@ -13,7 +13,7 @@ import numpy as np
 from rlhfless.fleet.handles import HandleLost
 from rlhfless.fleet.protocols import FleetError
 from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo, Reply
-from rlhfless.functions.generation.messages import Loaded, StreamEnd
+from rlhfless.functions.generation.messages import Loaded, PrecomputeRequest, StreamEnd
 from rlhfless.records import Probe, PublishedWeights, SleepTier, Slept, WeightVersion, Work
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
@@ -240,16 +240,9 @@ class SimulatedHandle:
     async def do_generate(self, call: Call, request: Any) -> AsyncIterator[Any]:
         if self.dead:
             raise HandleLost(f"{self.name} is dead")
-        start_s = unix_s()
-        engines = self._cluster.engines
+        start_s, engines = unix_s(), self._cluster.engines
         engine = engines.engine(call.step, self.slot, self.life)
-        batch, at_s = engine.progress.batch, start_s
-        if self._cluster.setup.prefixes.planned and len(batch.tree):
-            prompts = np.unique(batch.group[request.numbers])
-            prefixes = [batch.groups + each for each in batch.tree.to_precompute(prompts)]
-            if wanted := [prefix for prefix in prefixes if prefix not in engine.asked]:
-                at_s = max(at_s, engine.precompute(wanted, at_s, self._cluster.setup.links.move_s).end_s)
-        engines.submit(call.step, self.slot, self.life, request.numbers, at_s)
+        engine.submit(request.numbers, start_s)
         self._requests.append(request)
         try:
             await request.ended
@@ -258,7 +251,25 @@ class SimulatedHandle:
             raise
         finally:
             self._requests.remove(request)
-        yield StreamEnd(Reply(self._incarnation, None, start_s, unix_s(), request.usage()))
+        done = engine.settle()
+        usage = CallUsage(
+            input_tokens=done["prefilled"] + done["cached"],
+            output_tokens=done["decoded"],
+            cached_tokens=done["cached"],
+            evicted_tokens=done["evicted"],
+            sequences=len(request.numbers),
+        )
+        yield StreamEnd(Reply(self._incarnation, None, start_s, unix_s(), usage))
+
+    async def do_precompute(self, call: Call, request: PrecomputeRequest) -> Reply[Any]:
+        """Put prefixes into the engine's cache."""
+        engine = self._cluster.engines.engine(call.step, self.slot, self.life)
+        prefixes: Any = request.prefixes
+        done = engine.precompute(prefixes, unix_s(), self._cluster.setup.links.move_s)
+        await asyncio.sleep(done.end_s - unix_s())
+        tokens, cached = done.computed_tokens + done.cached_tokens, done.cached_tokens
+        usage = CallUsage(input_tokens=tokens, cached_tokens=cached, sequences=len(prefixes))
+        return Reply(self._incarnation, (), done.start_s, done.end_s, usage)
 
     async def do_abort(self, call: Call, numbers: Any) -> Reply[Any]:
         """Take samples out of the engine at its next boundary."""
@@ -282,11 +293,14 @@ class SimulatedHandle:
         return await self._serve(batch)
 
     async def _serve(self, groups: Sequence[Any]) -> Reply[Any]:
-        shape = self._shape
-        tokens = sum(group.tokens for group in groups) if shape.token_s else 0
-        if shape.work is Work.LOGPROBS and (forward := self._cluster.setup.prefixes.forward) is not None:
-            tokens -= shared_forward(groups[0].batch, np.array([group.number for group in groups]), forward)
-        return await self._work(shape.group_s * len(groups) + shape.token_s * tokens, groups)
+        shape, forward = self._shape, self._cluster.setup.prefixes.forward
+        if shape.work is Work.SCORE:
+            return await self._work(shape.group_s * len(groups), groups)
+        tokens, saved = sum(group.tokens for group in groups), 0
+        if forward is not None:
+            saved = shared_forward(groups[0].batch, np.array([group.number for group in groups]), forward)
+        seconds = shape.group_s * len(groups) + shape.token_s * (tokens - saved)
+        return await self._work(seconds, groups, CallUsage(input_tokens=tokens, cached_tokens=saved))
 
     async def do_evaluate(self, call: Call, batch: Any) -> Reply[Any]:
         return await self._pass_over(call, batch, 0.0, self._shape.evaluate_token_s, 1)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.functions.calls import CallUsage
 from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
@@ -49,10 +48,9 @@ class CountedRequest:
     ended: asyncio.Future[None]
     aborted: Callable[[Ints], None]
     """To be called with samples that have left the engine."""
-    items: tuple[()] = ()
-
-    def usage(self) -> CallUsage:
-        return CallUsage(sequences=len(self.numbers))
+    prefixes: list[int]
+    """Shared prefixes that an actor computes before the samples: nodes of the step's engines."""
+    prompts: tuple[()] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,10 @@ class CountedFinished:
 class CountedSamples:
     """The samples of one request (implements StageSamples)."""
 
-    def __init__(self, request: RolloutRequest, engines: StepEngines, journal: CountedJournal, slots: int) -> None:
-        """`request`: of CountedPrompts. `slots`: number of slots for generation actors."""
+    def __init__(
+        self, request: RolloutRequest, engines: StepEngines, journal: CountedJournal, slots: int, *, planned: bool
+    ) -> None:
+        """`request`: of CountedPrompts. `slots`: number of slots for generation actors. `planned`: see PrefixUse."""
         self.request = request
         self._engines = engines
         self.step = request.call.step
@@ -103,7 +103,7 @@ class CountedSamples:
         """By request: set when none of its samples is on the engine."""
         self._requests = self._complete = 0
         """Number of requests so far, and of complete groups."""
-        self._prefixes = batch.tree.long()
+        self._prefixes = batch.tree.long() if planned else None
         self._counts: tuple[list[int], list[int]] | None = None
 
     def prefixes_decision(self, at_s: float) -> None:
@@ -191,7 +191,21 @@ class CountedSamples:
         self._request_of[samples] = request
         self._requests = request + 1
         ended = self._open[request] = asyncio.get_running_loop().create_future()
-        return CountedRequest(self.step, samples, version, ended, lambda aborted: self._aborted(request, aborted))
+        return CountedRequest(
+            self.step,
+            samples,
+            version,
+            ended,
+            lambda aborted: self._aborted(request, aborted),
+            self._shared_by(samples),
+        )
+
+    def _shared_by(self, samples: Ints) -> list[int]:
+        """Return the prefixes to compute before these samples; none if the run does not know them."""
+        batch = self._left.batch
+        if self._prefixes is None or not len(batch.tree):
+            return []
+        return [batch.groups + prefix for prefix in batch.tree.to_precompute(np.unique(batch.group[samples]))]
 
     def on(self, requests: Collection[int]) -> dict[int, Ints]:
         return self._by_request(np.isin(self._request_of, [*requests]) & ~self._finished)

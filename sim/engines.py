@@ -123,10 +123,6 @@ class StepEngines:
             known[slot, life] = self._pool_of[slot].open(slot, progress, unix_s(), slowdown, life)
         return known[slot, life]
 
-    def submit(self, step: int, slot: int, life: int, samples: Ints, at_s: float) -> None:
-        """Append samples to the engine's queue."""
-        self.engine(step, slot, life).submit(samples, at_s)
-
     def withdraw(self, engine: SimulatedEngine, samples: Ints) -> None:
         """Take samples out of an engine if it still has any of them."""
         if any(engine in step.engines.values() for step in self._steps.values()):

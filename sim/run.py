@@ -105,7 +105,8 @@ class SimulatedRun(RLRun):
 
     def samples_of(self, request: Any) -> Any:
         journal: Any = self.journal
-        return CountedSamples(request, self.engines, journal, len(self.generation.allocations))
+        slots, planned = len(self.generation.allocations), self.setup.prefixes.planned
+        return CountedSamples(request, self.engines, journal, slots, planned=planned)
 
     def close_step(self, record: StepRecord, batch: Any) -> None:
         """See RLRun."""
@@ -203,7 +204,7 @@ async def _simulate(
         sinks=NoSinks(), journal=CountedJournal(), checkpoints=None,
         weights=ActorWeights(pools[FunctionName.GENERATION], spec),
         scaler=scaler, history=prompts, busy_cores=None, engines=engines, setup=setup, on_step=on_step,
-        batches=CountedBatches(evaluates=setup.learner.evaluate_token_s > 0),
+        batches=CountedBatches(setup),
     )  # fmt: skip
     run.published = version_of(0)
     await _start_under_way(run)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfless.functions.calls import Reply
+from rlhfless.prefixes.tree import to_precompute
 from rlhfless.records import IntArray, Rollout
 from rlhfless.spec import Transport
 
@@ -68,6 +69,16 @@ class GenerateRequest:
     """By prompt ID: SampleRequest.earlier."""
     environment: str = ""
     """The environment replica with the samples' sessions; empty in a run without an environment."""
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        """The prompts of the samples, each once."""
+        return list(dict.fromkeys(item.prompt_token_ids for item in self.items))
+
+    @property
+    def prefixes(self) -> list[tuple[int, ...]]:
+        """The prefixes that several of its prompts share and an actor computes before them, parents first."""
+        return to_precompute(self.prompts)
 
 
 @dataclass(frozen=True, slots=True)

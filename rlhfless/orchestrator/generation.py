@@ -295,7 +295,7 @@ class GenerationStage:
 
     async def _prepare(self, actor: Replica, number: int, request: GenerateRequest) -> None:
         """Give the actor the KV of the prompts or shared prefixes; an abort cancels the wait."""
-        ahead = asyncio.create_task(self._precomputation.before(actor, request.items, request.version))
+        ahead = asyncio.create_task(self._precomputation.before(actor, request))
         self._ahead[number] = ahead
         try:
             await asyncio.wait([ahead])

@@ -18,10 +18,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.calls import Call
-from rlhfless.functions.generation.messages import KvTransfer, PrecomputeRequest, SampleItem
+from rlhfless.functions.generation.messages import GenerateRequest, KvTransfer, PrecomputeRequest
 from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS, to_precompute
+from rlhfless.prefixes.tree import CPU_BLOCK_TOKENS
 from rlhfless.records import Work
 from rlhfless.scaling.latency.fitted import EngineSpeeds
 
@@ -180,20 +180,22 @@ class Precomputation:
         self._asked: dict[tuple[str, str], set[Prefix]] = {}
         """Prefixes and prompts already requested, by actor and weight version."""
 
-    async def before(self, actor: Replica, items: Sequence[SampleItem], version: str) -> None:
-        """Give an actor that serves `version` the KV of the prompts of these samples, or of their shared prefixes,
-        unless an earlier request did. This includes actors that join mid-step or get migrated samples.
+    async def before(self, actor: Replica, request: GenerateRequest) -> None:
+        """Give an actor the KV of the prompts of a request's samples, or of their shared prefixes, unless an earlier
+        request did. This includes actors that join mid-step or get migrated samples.
 
         A call that times out is only logged: the engine then computes the prefix with the first sample. Raises
         ReplicaLost if this actor is lost, or the actor's own error.
         """
         if self._request.work is not Work.GENERATE:
             return
-        prompts = list(dict.fromkeys(item.prompt_token_ids for item in items))
+        version = request.version
         asked = self._asked.setdefault((actor.name, version), set())
-        if self._prefill is not None and await self._take_prompts(self._prefill, actor, prompts, version, asked):
+        if self._prefill is not None and await self._take_prompts(
+            self._prefill, actor, request.prompts, version, asked
+        ):
             return
-        prefixes = tuple(prefix for prefix in to_precompute(prompts) if prefix not in asked)
+        prefixes = tuple(prefix for prefix in request.prefixes if prefix not in asked)
         if prefixes:
             asked.update(prefixes)
             await self._call(actor, prefixes, version)

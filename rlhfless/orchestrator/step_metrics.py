@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -161,8 +162,24 @@ COUNTED = frozenset({*ENGINES, Work.LOGPROBS, Work.LEARN})
 """Calls that compute the prompts of a step and report cached tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """The tokens of some samples."""
+
+    unique_prompts: int
+    """Prompt tokens, with each shared prefix counted once."""
+    responses: int
+
+    @classmethod
+    def of(cls, experience: Experience) -> TokenCounts:
+        prompts = [group.prompt.token_ids for group in experience.groups]
+        counts = [len(group.samples) for group in experience.groups]
+        unique = shared_prefixes(prompts, counts, last_alone=False).unique_tokens
+        return cls(unique, sum(sample.model_tokens for sample in experience.samples))
+
+
 def prompt_token_metrics(
-    calls: Iterable[Invocation], drawn: Experience, kept: Experience, epochs_of: Callable[[str], int]
+    calls: Iterable[Invocation], drawn: TokenCounts, kept: TokenCounts, epochs_of: Callable[[str], int]
 ) -> dict[str, float]:
     """Return `prompt_tokens_computed` and `prompt_tokens_unique` of each function with a call, and
     `prefix_tokens_evicted`. `drawn`: all generated samples. `kept`: those trained on. `epochs_of` returns a function's
@@ -175,23 +192,15 @@ def prompt_token_metrics(
             # Several kinds of calls compute prompts for generation; count them together.
             work = Work.GENERATE if call.work in ENGINES else call.work
             computed[call.function, work] += call.input_tokens - call.cached_tokens
-    unique = {id(experience): unique_prompt_tokens(experience) for experience in (drawn, kept)}
     draws = any(work is Work.GENERATE for _, work in computed)
     metrics: defaultdict[str, float] = defaultdict(float, {PREFIX_TOKENS_EVICTED: float(evicted)} if draws else {})
     for (function, work), tokens in computed.items():
         fed, passes = (kept, epochs_of(function)) if work is Work.LEARN else (drawn, 1)
         # Functions other than engines also get the responses, and compute all of their tokens.
-        responses = 0 if work in ENGINES else sum(sample.model_tokens for sample in fed.samples)
+        responses = 0 if work in ENGINES else fed.responses
         metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] += float(tokens - passes * responses)
-        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] += float(passes * unique[id(fed)])
+        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] += float(passes * fed.unique_prompts)
     return dict(metrics)
-
-
-def unique_prompt_tokens(experience: Experience) -> int:
-    """Return the number of prompt tokens, with each shared prefix counted once."""
-    prompts = [group.prompt.token_ids for group in experience.groups]
-    counts = [len(group.samples) for group in experience.groups]
-    return shared_prefixes(prompts, counts, last_alone=False).unique_tokens
 
 
 def evaluation_metrics(sampled: Experience, greedy: Experience, spec: RunSpec) -> dict[str, float]:

@@ -24,7 +24,7 @@ from rlhfless.orchestrator.experience import (
 from rlhfless.orchestrator.group_pipeline import ScoredGroups
 from rlhfless.orchestrator.ledger import Ledger, StepAttempt
 from rlhfless.orchestrator.prompt_selection import PromptHistory
-from rlhfless.orchestrator.step_metrics import prompt_token_metrics, rollout_metrics
+from rlhfless.orchestrator.step_metrics import TokenCounts, prompt_token_metrics, rollout_metrics
 from rlhfless.records import Experience, FinishReason, FloatArray, Group, Invocation, WeightVersion
 from rlhfless.spec import AlgorithmSpec, Needs, RunSpec
 
@@ -93,7 +93,8 @@ class TokenBatch:
 
     def prompt_metrics(self, calls: Iterable[Invocation]) -> dict[str, float]:
         """See StepBatch."""
-        return prompt_token_metrics(calls, self.experience, self.chosen, self.spec.epochs_of)
+        drawn, kept = map(TokenCounts.of, (self.experience, self.chosen))
+        return prompt_token_metrics(calls, drawn, kept, self.spec.epochs_of)
 
 
 class TokenBatches:

@@ -3,7 +3,7 @@
 import pytest
 
 from fakes.builders import drawn
-from rlhfless.orchestrator.step_metrics import draft_metrics, prompt_token_metrics
+from rlhfless.orchestrator.step_metrics import TokenCounts, draft_metrics, prompt_token_metrics
 from rlhfless.records import Experience, FunctionName, Group, Invocation, Prompt, Work
 from rlhfless.telemetry.metrics import METRICS
 
@@ -29,7 +29,9 @@ def test_by_hand() -> None:
         call(FunctionName.LEARNER, Work.EVALUATE, 50, 0),
         call(FunctionName.LEARNER, Work.LEARN, 2 * (8 + 11), 4),
     ]
-    assert prompt_token_metrics(calls, drawn, kept, {FunctionName.LEARNER: 2}.__getitem__) == {
+    assert prompt_token_metrics(
+        calls, TokenCounts.of(drawn), TokenCounts.of(kept), {FunctionName.LEARNER: 2}.__getitem__
+    ) == {
         "prefix_tokens_evicted": 2.0,
         "prompt_tokens_computed/generation": 9.0,
         "prompt_tokens_unique/generation": 3.0 + 1 + 2,
@@ -42,7 +44,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("calls", [[], [call(FunctionName.SCORING, Work.SCORE, 3, 0)]])
 def test_functions_without_a_call(calls: list[Invocation]) -> None:
-    one = Experience((group("a", (1,), (2,)),))
+    one = TokenCounts.of(Experience((group("a", (1,), (2,)),)))
     assert prompt_token_metrics(calls, one, one, lambda _: 1) == {}
 
 
