@@ -32,6 +32,7 @@ from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
 from rlhfless.util.clock import monotonic_s
 from rlhfless.util.host import BusyCores
+from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
 
@@ -188,11 +189,12 @@ class GenerationStage:
         limit_s = monotonic_s() + self._spec.timeouts.drain_s
         while (streams := [task for task, of in self._streams.items() if of in actors]) and monotonic_s() < limit_s:
             # An abort may arrive before its request, so repeat it until all streams have ended.
-            for actor in actors:
-                mine = {number for number, of in enumerate(self._requests) if of is actor}
-                await self._abort(actor, self.samples.on(mine))
+            await gather_or_cancel(*(self._abort(actor, self.samples.on(self._requests_to(actor))) for actor in actors))
             await asyncio.wait(streams, timeout=self._spec.generation.progress_interval_s)
         return streams
+
+    def _requests_to(self, actor: Replica) -> set[int]:
+        return {number for number, of in enumerate(self._requests) if of is actor}
 
     # -- decisions
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +105,29 @@ async def test_samples_of_an_actor_that_dies_as_it_hands_them_back_begin_where_t
     await reader.task
     assert reader.names == ["p"]
     assert kept(journal, 2) == [("q", 0, "abort", 4)]
+
+
+async def test_all_actors_are_asked_at_once_to_hand_back_their_samples(journal: Journal) -> None:
+    """An engine answers at the end of an iteration: one after the other, they would take as many iterations."""
+    pool = FakePool("a", "b")
+    reader = Reader(stage_of(pool, request_of({"p": 3, "q": 3, "r": 3}, 1), journal))
+    await until(lambda: len(pool["a"].running) + len(pool["b"].running) == 6)
+    both = asyncio.Barrier(2)
+
+    def waiting(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def abort(*arguments: object, **keywords: object) -> Any:
+            await both.wait()
+            return await call(*arguments, **keywords)
+
+        return abort
+
+    for name in "ab":
+        pool[name].call = waiting(pool[name].call)  # type: ignore[method-assign]
+    pool["a"].finish("p")
+    pool["b"].finish("p")
+    async with asyncio.timeout(10):
+        await reader.task
+    assert reader.names == ["p"]
 
 
 async def test_an_actor_that_keeps_samples_after_an_abort_is_named(journal: Journal) -> None:
