@@ -29,6 +29,7 @@ from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import Transport
 from rlhfless.util.clock import unix_s
+from rlhfless.util.tasks import to_the_end
 
 log = logging.getLogger(__name__)
 
@@ -188,9 +189,11 @@ class Replica:
 
     async def sleep(self, call: Call, tier: SleepTier, timeout_s: float) -> None:
         """SERVING or STALE -> SLEEPING, which frees the memory of its devices. No call may be in progress. Idempotent.
-        Raises as `call`."""
-        if self.state not in (ReplicaState.STALE, ReplicaState.SERVING):
-            return
+        Goes on if it is cancelled, because the replica is then neither awake nor asleep. Raises as `call`."""
+        if self.state in (ReplicaState.STALE, ReplicaState.SERVING):
+            await to_the_end(self._sleep(call, tier, timeout_s))
+
+    async def _sleep(self, call: Call, tier: SleepTier, timeout_s: float) -> None:
         self.drain()
         waiting_for = "its memory, which another function needs"
         slept: Slept = await self.call(
@@ -201,11 +204,19 @@ class Replica:
             self._record(self._alive.sleep(unix_s()))
 
     async def wake(self, call: Call, timeout_s: float) -> None:
-        """SLEEPING -> STALE; the function keeps its state. Idempotent. Raises as `call`."""
+        """SLEEPING -> STALE; the function keeps its state. Idempotent. Goes on if it is cancelled, as `sleep`. Raises
+        ReplicaLost, also if the replica does not answer in time: it may then have the memory, or not."""
         if self.state is ReplicaState.SLEEPING:
-            self.mark_waking()
+            await to_the_end(self._wake(call, timeout_s))
+
+    async def _wake(self, call: Call, timeout_s: float) -> None:
+        self.mark_waking()
+        try:
             await self.call("wake", call, timeout_s=timeout_s, waiting_for="its memory", work=Work.WAKE)
-            self.mark_awake()
+        except CallTimeout as silence:
+            self.give_up(str(silence))
+            self.check_kept()
+        self.mark_awake()
 
     def mark_waking(self) -> None:
         """SLEEPING -> STARTING."""
@@ -323,6 +334,7 @@ class Replica:
             raise TimeoutError
         finally:
             task.cancel()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody awaits it any more
 
     async def wait_idle(self) -> None:
         """Wait until no call that the ledger records is in progress. Every call has a timeout."""

@@ -65,6 +65,8 @@ class FakeCluster:
         """Gates of the starts, by slot."""
         self.loads: dict[str, asyncio.Future[None]] = {}
         """Gates of loads that wait for the test, by replica name."""
+        self.held: dict[tuple[str, str], asyncio.Future[None]] = {}
+        """Gates of other calls, by replica name and method."""
         self.restless: set[str] = set()
         """Names of replicas that fail to sleep."""
         self.tiers: list[SleepTier] = []
@@ -129,6 +131,8 @@ class FakeHandle:
     async def _answer(self, method: str) -> Reply[Any]:
         if method == "load" and self._name in self._cluster.loads:
             await self._cluster.loads[self._name]
+        if (held := self._cluster.held.get((self._name, method))) is not None:
+            await held
         if method == "sleep" and self._name in self._cluster.restless:
             raise CallTimeout("waited 1 s for its memory")
         info = ReplicaInfo(f"{self._name}-1", 1, "here")

@@ -13,7 +13,7 @@ from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, SleepTier, WeightVersion
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
-from rlhfless.spec import RunSpec
+from rlhfless.spec import RunSpec, TimeoutsSpec
 
 SMALL = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
 WEIGHTS, NEXT = (
@@ -150,6 +150,45 @@ async def test_a_turn_waits_for_a_replica_that_leaves_and_deletes_one_that_is_lo
     leaving.set_result(None)
     assert (await taking).state is ReplicaState.SERVING
     assert cluster.stopped == ["reference-0"]
+
+
+@pytest.mark.parametrize("method", ["sleep", "wake"])
+async def test_a_replica_whose_turn_is_cancelled_midway_is_awake_or_asleep(method: str) -> None:
+    """It would stay in a state in which it neither gets calls nor leaves."""
+    cluster = FakeCluster()
+    learner, reference = (holder(cluster, name, 0) for name in (FunctionName.LEARNER, FunctionName.REFERENCE))
+    take_turns([learner, reference])
+    async with learner.turn(CALL):
+        pass  # the reference is asleep
+    name = f"{'learner' if method == 'sleep' else 'reference'}-0"
+    held = cluster.held[name, method] = asyncio.get_running_loop().create_future()
+    taking = asyncio.create_task(reference.ready(CALL))
+    await asyncio.sleep(0.01)
+    taking.cancel()
+    await asyncio.sleep(0.01)
+    held.set_result(None)
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    async with asyncio.timeout(60):
+        for pool, other in ((reference, learner), (learner, reference)) * 2:
+            async with pool.turn(CALL):
+                assert (await pool.ready(CALL)).state is ReplicaState.SERVING
+                assert other.replicas()[0].state is ReplicaState.SLEEPING
+    assert not cluster.stopped
+
+
+async def test_a_replica_that_does_not_say_whether_it_is_awake_is_deleted_before_the_next_turn() -> None:
+    cluster = FakeCluster(gated=False)
+    learner, reference = (holder(cluster, name, 0) for name in (FunctionName.LEARNER, FunctionName.REFERENCE))
+    reference._timeouts = TimeoutsSpec(sync_s=0.05)
+    take_turns([learner, reference])
+    async with learner.turn(CALL):
+        pass
+    cluster.held["reference-0", "wake"] = asyncio.get_running_loop().create_future()
+    async with reference.turn(CALL):
+        assert not reference.replicas()
+    async with learner.turn(CALL):
+        assert cluster.stopped == ["reference-0"]
 
 
 async def test_actors_wake_with_the_version_of_the_step() -> None:
