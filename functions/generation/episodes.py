@@ -127,7 +127,8 @@ class EpisodeRollouter:
             description: Description = await ask("about")
             self._chat.check([*description.tools, *({},) * description.offers])
             self._description = description
-        key = f"{item.prompt_id}/{item.sample_index}/{item.seed}"
+        # An evaluation plays the same episodes greedily, with the same seeds.
+        key = f"{item.prompt_id}/{item.sample_index}/{item.seed}/{task.request.sampling.temperature:g}"
         return RemoteEnvironment(self._description, key, ask)
 
 
