@@ -62,6 +62,7 @@ class Actor:
     texts: list[str]
     budget: int = 10**6
     """What may happen until the sample is aborted: each token, and each answer of the environment, is one."""
+    temperature: float = 1.0
     asked: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Per turn: seed, max_tokens, generated and response."""
 
@@ -92,7 +93,7 @@ class Actor:
 
         item = SampleItem("p", 0, (1, 2), seed=5, row={"prompt": "Hi", "what": "the list"}, prior=prior)
         request = GenerateRequest(
-            (item,), Sampling(2000, 1.0), "v", "actor", 1.0, 60.0, 60.0, environment="environment-1"
+            (item,), Sampling(2000, self.temperature), "v", "actor", 1.0, 60.0, 60.0, environment="environment-1"
         )
         task = SampleTask(item, request, Call("run", attempt, 1), generate)
         spec = EnvironmentSpec(type="sums:Sums", turn_tokens=200, retries=0)
@@ -259,3 +260,11 @@ async def test_an_episode_is_shown_and_recorded_turn_by_turn():
         ("tool", "total 7"),
         ("assistant", "The sum is 7."),
     ]
+
+
+async def test_a_greedy_episode_with_the_same_seed_has_a_session_of_its_own():
+    sessions = sessions_of(Sums)
+    sampled, greedy = Actor(sessions, TEXTS), Actor(sessions, TEXTS, temperature=0.0)
+    both = await asyncio.gather(sampled.plays(), greedy.plays())
+    assert [each.episode.reward for each in both] == [7.0, 7.0]
+    assert sorted(MADE) == [3, 3, 4, 4]
