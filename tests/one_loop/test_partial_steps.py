@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.tiny_scenario import LINKS, PRICES, actor, batch_of, setup_of
+from fakes.tiny_scenario import PRICES, actor, batch_of, setup_of
 from fakes.views import Evenly
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import Work
@@ -19,8 +19,6 @@ from rlhfless.sim.run import LearnedStep, simulate
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
 from rlhfless.spec import PartialSpec
-
-OFTEN = replace(LINKS, heartbeat_s=0.001)
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def simulated(
         names = step.batch.prompt_ids
         steps.append(PartialStep(names, tuple(sorted(names[number] for number in step.groups)), of))
 
-    setup = replace(setup or setup_of(actor(0), links=OFTEN), schedule=schedule)
+    setup = replace(setup or setup_of(actor(0)), schedule=schedule)
     return simulate(setup, Evenly(), PRICES, batches, on_step=on_step), steps
 
 
@@ -65,19 +63,15 @@ def calls(trace: Trace, work: Work, step: int) -> int:
 def test_a_sample_that_is_left_goes_on_with_its_tokens() -> None:
     trace, (first, second) = simulated(PartialSpec(ahead=1), batches_of([4, 190], [6, 8]))
     assert (first.begun, first.learned) == (("10", "11", "20", "21"), ("10", "20"))
-    assert first.tokens["10"] == [4]
-    assert first.tokens["20"] == [6]
+    assert first.tokens == {"10": [4], "11": [6], "20": [6], "21": [6]}, "the engine stops with the second group"
     assert second.begun == ("11", "21")
     assert second.learned == ("11", "21")
     assert second.tokens["11"] == [190]
-    (left,) = first.tokens["11"]
     metrics = [step.metrics for step in trace.steps]
     assert [each["response_tokens"] for each in metrics] == [10.0, 198.0]
     assert [each["responses"] for each in metrics] == [2.0, 2.0]
     assert [each["deferred_groups"] for each in metrics] == [2.0, 0.0]
-    resumed = {name: of for name, of in first.tokens.items() if name in second.tokens}
-    assert metrics[1]["resumed_samples"] == len(resumed)
-    assert metrics[1]["resumed_tokens"] == sum(tokens for (tokens,) in resumed.values()) >= left
+    assert (metrics[1]["resumed_samples"], metrics[1]["resumed_tokens"]) == (2.0, 12.0)
     learns = [call.input_tokens for call in trace.invocations if call.work is Work.LEARN]
     assert learns == [10 + 10, 10 + 198]
 
@@ -132,6 +126,19 @@ def test_every_group_is_learned_from_once_with_all_its_tokens(
         for name in step.begun:
             begun.setdefault(name, number)
         assert all(number - begun[name] <= schedule.max_staleness for name in step.learned)
+
+
+def test_a_lost_actor_loses_the_tokens_of_its_step_only() -> None:
+    """In the second step, sample 21 has ended when the actor dies; sample 11 restarts from its tokens of the first."""
+    setup = setup_of(actor(0, spot_mean_s=20.0), seed=3)
+    trace, (first, second) = simulated(PartialSpec(ahead=1), batches_of([4, 190], [6, 8]), setup)
+    generated = [call for call in trace.invocations if call.work is Work.GENERATE]
+    assert [call.replica for call in generated] == ["simulated-generation-0", "simulated-generation-1"]
+    kept = first.tokens["11"][0]
+    assert 0 < kept < 190
+    assert generated[1].output_tokens == 190 - kept
+    assert generated[1].input_tokens == 5 + kept, "the KV of what is kept is computed again"
+    assert second.tokens["11"] == [190]
 
 
 @pytest.mark.parametrize(
