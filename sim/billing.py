@@ -22,13 +22,13 @@ class MemoryTrace:
     """Keeps the rows of a trace in memory, in the order in which they were closed."""
 
     def __init__(self) -> None:
-        self._holdings: list[Holding] = []
-        self._invocations: list[Invocation] = []
+        self.holdings: list[Holding] = []
+        self.invocations: list[Invocation] = []
         self._steps: list[StepRecord] = []
         self._decisions: list[Decision] = []
         self._rows: dict[type, list[Any]] = {
-            Holding: self._holdings,
-            Invocation: self._invocations,
+            Holding: self.holdings,
+            Invocation: self.invocations,
             StepRecord: self._steps,
             Decision: self._decisions,
         }
@@ -47,11 +47,11 @@ class MemoryTrace:
 
         `beside` names replicas that hold a share of their own; `paid_around`: see LearnerShape.
         """
-        held = self._holdings if paid_around is None else by_use(self._holdings, self._invocations, *paid_around)
+        held = self.holdings if paid_around is None else by_use(self.holdings, self.invocations, *paid_around)
         return Trace(
             TraceMeta("simulated", 1, prices.snapshot(), {}, {}),
             tuple(paid_holdings(held, prices, beside)),
-            tuple(self._invocations),
+            tuple(self.invocations),
             steps=tuple(self._steps),
             decisions=tuple(self._decisions),
         )

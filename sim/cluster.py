@@ -5,41 +5,38 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlhfless.fleet.handles import HandleLost
 from rlhfless.fleet.protocols import FleetError
 from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo, Reply
-from rlhfless.functions.generation.messages import Loaded, PrecomputeRequest, StreamEnd
+from rlhfless.functions.generation.messages import Loaded, PrecomputeRequest, Progress, StreamEnd
 from rlhfless.records import Probe, PublishedWeights, SleepTier, Slept, WeightVersion, Work
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
+from rlhfless.sim.faults import NO_FAULTS, DrawnFaults, SimulatedFaults
 from rlhfless.sim.service_work import shared_forward
 from rlhfless.sim.setup import ActorShape, LearnerShape, ServiceShape, Setup
+from rlhfless.sim.storage import StoredCheckpoints
+from rlhfless.sim.trained import TrainedModel, TrainedState
+from rlhfless.sim.virtual_loop import VirtualLoop
 from rlhfless.util.clock import unix_s
 
 NOTHING_USED = CallUsage()
 
-
-@dataclass(frozen=True, slots=True)
-class SimulatedFaults:
-    """Faults beyond the interruptions of spot actors (`ActorShape.spot_mean_s`)."""
-
-    slow_share: float = 0.0
-    """Share of calls that are slow."""
-    slow_s: float = 0.0
-    """Mean delay of a slow call; delays are exponential."""
+PUBLISH_WAITS_S = 600.0
+"""For the call to learn the step that is published, as live."""
 
 
-NO_FAULTS = SimulatedFaults()
+Value = TypeVar("Value")
 
 
-def version_of(step: int) -> PublishedWeights:
-    """Return the weights after `step` training steps."""
-    return PublishedWeights(WeightVersion("simulated", 1, step, "none"), "simulated", 1, 1, Probe((1,), (-1.0,)))
+def version_of(call: Call, state: TrainedState) -> PublishedWeights:
+    """Return the weights of a state, as published by a call."""
+    version = WeightVersion(call.run_id, call.attempt, call.step, f"{state.digest:08x}")
+    return PublishedWeights(version, "simulated", 1, 1, Probe((1,), (-1.0,)))
 
 
 class SimulatedCluster:
@@ -48,12 +45,29 @@ class SimulatedCluster:
     lost = False
     private = True
 
-    def __init__(self, setup: Setup, engines: StepEngines, devices: SimulatedDevices, faults: SimulatedFaults) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        engines: StepEngines,
+        devices: SimulatedDevices,
+        checkpoints: StoredCheckpoints,
+        faults: SimulatedFaults = NO_FAULTS,
+    ) -> None:
         self.setup = setup
         self.engines = engines
         self.devices = devices
-        self._faults = faults
-        self._delays = np.random.default_rng(setup.seed)
+        self.checkpoints = checkpoints
+        self.drawn = DrawnFaults(faults, setup.seed)
+        self.broken: list[str] = []
+        """What must not happen, and has."""
+        self.published: set[str] = set()
+        """Labels of the published versions."""
+        self._strikes = {strike.turn: strike for strike in faults.strikes}
+        self._turns = 0
+        if self._strikes:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualLoop)
+            loop.each_turn = self._turn
         seeds = np.random.SeedSequence(setup.seed).spawn(len(setup.actors))
         self._random = [np.random.default_rng(seed) for seed in seeds]
         self.handles: dict[str, SimulatedHandle] = {}
@@ -87,24 +101,50 @@ class SimulatedCluster:
         handle.die()
         self.devices.interrupted(name, self.setup.slot_setups[handle.slot].allocation)
 
+    def _turn(self) -> bool:
+        """Count a turn of the event loop; return whether a fault has happened."""
+        self._turns += 1
+        strike = self._strikes.get(self._turns)
+        if strike is None or not self.handles:
+            return False
+        handle = [*self.handles.values()][strike.choice % len(self.handles)]
+        if strike.hangs:
+            handle.hang()
+        else:
+            handle.die()
+        return True
+
     async def wait_running(self, name: str, timeout_s: float) -> None:
         """Wait for a replica's cold start. Raises FleetError if its machine is taken away."""
         handle = self.handles[name]
         under_way = handle.life == 1 and handle.slot in self._under_way
         await asyncio.sleep(0.0 if under_way else self.setup.slot_setups[handle.slot].start_s)
+        handle.occupy()
         if handle.dead:
             raise FleetError(f"{name} did not start: its machine was taken away")
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Delete replicas."""
+        """Delete replicas, whatever they do."""
         for name in names:
-            self.handles.pop(name, None)
+            if (handle := self.handles.pop(name, None)) is not None:
+                handle.die()
 
-    def delay_s(self) -> float:
-        """Draw the seconds by which a call is late."""
-        if not self._faults.slow_share or self._delays.random() >= self._faults.slow_share:
-            return 0.0
-        return float(self._delays.exponential(self._faults.slow_s))
+    def sharing(self, handle: SimulatedHandle) -> list[SimulatedHandle]:
+        """Return the other replicas that are awake on devices of a replica that takes turns there."""
+        mine = self.setup.slot_setups[handle.slot]
+        devices = {device.name for device in mine.allocation.devices}
+        return (
+            []
+            if mine.beside
+            else [
+                other
+                for other in self.handles.values()
+                if other is not handle
+                and other.awake
+                and not (at := self.setup.slot_setups[other.slot]).beside
+                and devices & {device.name for device in at.allocation.devices}
+            ]
+        )
 
     def loaded_s(self, slot: int, version: str) -> float:
         """Return when an actor that starts now has loaded a version (see SimulatedFleet._loaded_s)."""
@@ -143,58 +183,85 @@ class SimulatedHandle:
         self._busy_s = 0.0
         self._step = 0
         """The step that it has worked for last."""
-        self._asleep = False
-        self.dead = False
+        self.awake = self.dead = self._hung = False
+        self._loaded: WeightVersion | None = None
+        """The weights of an actor."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._requests: list[Any] = []
         setup = cluster.setup
         self._slot_setup = setup.slot_setups[slot]
         self._shape: ActorShape | ServiceShape | LearnerShape = (*setup.actors, *setup.services, setup.learner)[slot]
+        self._model = TrainedModel()
+        """What a trained function has learned."""
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> PendingAnswer:
         """See rlhfless.fleet.handles.Handle."""
-        task = asyncio.create_task(self._alive(getattr(self, f"do_{method}")(*arguments, **keywords)))
+        task = asyncio.create_task(self._alive(getattr(self, f"do_{method}"), *arguments, **keywords))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return PendingAnswer(task)
+
+    def _ended(self, task: asyncio.Task[Reply[Any]]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller may have given up
 
     def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
         """See rlhfless.fleet.handles.Handle."""
         return getattr(self, f"do_{method}")(*arguments)
 
-    async def _alive(self, body: Any) -> Any:
-        """Await the body of a call. Raises HandleLost if the replica is dead, or dies."""
+    async def _alive(self, body: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Run the body of a call. Raises HandleLost if the replica is dead, or dies."""
         if self.dead:
-            body.close()
             raise HandleLost(f"{self.name} is dead")
         try:
-            return await body
+            return await self._delivered(await body(*arguments, **keywords))
         except asyncio.CancelledError:
             if self.dead:
                 raise HandleLost(f"{self.name} died") from None
             raise
 
+    async def _delivered(self, value: Value) -> Value:
+        """Return what the caller gets; never, if it does not get it."""
+        if self._hung or self._cluster.drawn.loses_answer():
+            await asyncio.get_running_loop().create_future()
+        return value
+
+    def occupy(self) -> None:
+        """Take the memory of the devices, which no other function may have."""
+        if not self.dead:
+            self.awake = True
+            others = [other.name for other in self._cluster.sharing(self)]
+            self._require(not others, f"{self.name} wakes, and {others} have the memory of its devices")
+
+    def hang(self) -> None:
+        """Stop answering, and generating."""
+        self._hung = True
+        self._cluster.engines.crash(self.slot, self.life)
+
     def die(self) -> None:
         """Lose the process, with all that it has generated but not delivered."""
         if self.dead:
             return
-        self.dead = True
+        self.dead, self.awake = True, False
         self._cluster.engines.crash(self.slot, self.life)
+        self._model.close()
         for task in [*self._tasks]:
-            task.cancel()
+            asyncio.get_running_loop().call_soon(task.cancel)  # after its start: it then raises HandleLost
         for request in self._requests:
             if not request.ended.done():
                 request.ended.set_exception(HandleLost(f"{self.name} died"))
+                request.ended.exception()  # nobody may read it any more
 
     async def _late(self) -> None:
         """Wait if this call is a slow one."""
-        if delay_s := self._cluster.delay_s():
+        if delay_s := self._cluster.drawn.delay_s():
             await asyncio.sleep(delay_s)
 
     async def _work(self, seconds: float, value: Any, usage: CallUsage = NOTHING_USED) -> Reply[Any]:
         """Answer after `seconds` of work, which begin when earlier calls have ended."""
         start_s = max(unix_s(), self._busy_s)
-        self._busy_s = end_s = start_s + seconds + self._cluster.delay_s()
+        self._busy_s = end_s = start_s + seconds + self._cluster.drawn.delay_s()
         if (wait_s := end_s - unix_s()) > 0:
             await asyncio.sleep(wait_s)
         return Reply(self._incarnation, value, start_s, end_s, usage)
@@ -207,24 +274,30 @@ class SimulatedHandle:
 
     async def do_describe(self, call: Call) -> Reply[Any]:
         await self._late()
-        return self._now(ReplicaInfo(self._incarnation, 1, "simulated"))
+        return self._now(ReplicaInfo(self._incarnation, 1, "simulated", step=self._model.state.step))
+
+    async def do_renew(self, call: Call) -> Reply[Any]:
+        await self._late()
+        return self._now(None)
 
     async def do_stop(self, call: Call) -> Reply[Any]:
         return self._now(None)
 
     async def do_sleep(self, call: Call, tier: SleepTier) -> Reply[Any]:
-        self._asleep = True
-        return await self._work(self._slot_setup.sleep_s, Slept(tier, 1, 0))
+        reply = await self._work(self._slot_setup.sleep_s, Slept(tier, 1, 0))
+        self.awake, self._loaded = False, None
+        return reply
 
     async def do_wake(self, call: Call) -> Reply[Any]:
-        self._asleep = False
+        self.occupy()
         return await self._work(self._slot_setup.wake_s, None)
 
     # -- generation
 
     async def do_load(self, call: Call, published: PublishedWeights, *, in_flight: bool) -> Reply[Any]:
-        wake_s = self._slot_setup.wake_s if self._asleep else 0.0
-        self._asleep, start_s = False, unix_s()
+        self._require(published.version.label in self._cluster.published, f"{published.version} was not published")
+        wake_s, start_s = 0.0 if self.awake else self._slot_setup.wake_s, unix_s()
+        self.occupy()
         if wake_s:
             await asyncio.sleep(wake_s)
         await self._late()
@@ -234,23 +307,29 @@ class SimulatedHandle:
         else:
             engines.drop_kv(self.slot, self.life)
         await asyncio.sleep(load_s)
+        self._loaded = published.version
         usage = CallUsage(size_bytes=self._cluster.setup.transport.size_bytes)
         return Reply(self._incarnation, Loaded("", None, 1), start_s, unix_s(), usage)
 
     async def do_generate(self, call: Call, request: Any) -> AsyncIterator[Any]:
         if self.dead:
             raise HandleLost(f"{self.name} is dead")
+        self._check_weights(call, request)
+        await self._delivered(None)
         start_s, engines = unix_s(), self._cluster.engines
         engine = engines.engine(call.step, self.slot, self.life)
         engine.submit(request.numbers, start_s)
         self._requests.append(request)
         try:
-            await request.ended
-        except asyncio.CancelledError:
-            engines.withdraw(engine, request.numbers)
-            raise
+            while not request.ended.done():
+                await asyncio.wait([request.ended], timeout=self._cluster.drawn.beat_s())
+                if not await self._delivered(request.ended.done()):
+                    yield Progress(self._incarnation, {})
+            request.ended.result()
         finally:
             self._requests.remove(request)
+            if not request.ended.done():
+                engines.withdraw(engine, request.numbers)
         done = engine.settle()
         usage = CallUsage(
             input_tokens=done["prefilled"] + done["cached"],
@@ -270,6 +349,18 @@ class SimulatedHandle:
         tokens, cached = done.computed_tokens + done.cached_tokens, done.cached_tokens
         usage = CallUsage(input_tokens=tokens, cached_tokens=cached, sequences=len(prefixes))
         return Reply(self._incarnation, (), done.start_s, done.end_s, usage)
+
+    def _check_weights(self, call: Call, request: Any) -> None:
+        """Require the weights that were asked for, and none of the step itself or later."""
+        has, asked = self._loaded, WeightVersion.parse(request.version)
+        fits = has is not None and asked.step <= has.step < call.step
+        self._require(fits, f"{self.name} has {has}; step {call.step} asks for {asked}")
+
+    def _require(self, holds: bool, text: str) -> None:
+        """Raise AssertionError, and note what must not happen."""
+        if not holds:
+            self._cluster.broken.append(text)
+            raise AssertionError(text)
 
     async def do_abort(self, call: Call, numbers: Any) -> Reply[Any]:
         """Take samples out of the engine at its next boundary."""
@@ -306,6 +397,9 @@ class SimulatedHandle:
         return await self._pass_over(call, batch, 0.0, self._shape.evaluate_token_s, 1)
 
     async def do_learn(self, call: Call, batch: Any, passes: Any) -> Reply[Any]:
+        return await self._model.learn(call, batch, lambda: self._learn(call, batch))
+
+    async def _learn(self, call: Call, batch: Any) -> Reply[Any]:
         shape = self._shape
         if isinstance(shape, ServiceShape):
             return await self._pass_over(call, batch, shape.update_fixed_s, shape.update_token_s, shape.epochs)
@@ -338,4 +432,27 @@ class SimulatedHandle:
 
     async def do_publish(self, call: Call) -> Reply[Any]:
         await asyncio.sleep(0)  # after `learn` of the step
-        return await self._work(self._shape.publish_s, version_of(call.step))
+        await self._model.wait_learned(call.step, PUBLISH_WAITS_S)
+        state = self._model.state
+        self._require(
+            not state.steps or state.step == call.step,
+            f"the weights of step {state.step} are published as step {call.step}",
+        )
+        published = version_of(call, state)
+        self._cluster.published.add(published.version.label)
+        return await self._work(self._shape.publish_s, published)
+
+    # -- checkpoints, which take no time
+
+    async def do_check_shared_storage(self, call: Call, token: str) -> Reply[Any]:
+        return self._now(())
+
+    async def do_checkpoint(self, call: Call, location: str, notes: Any, background: bool) -> Reply[Any]:
+        await self._late()
+        self._cluster.checkpoints.write(location, self._model.state, notes)
+        return self._now(False)
+
+    async def do_restore(self, call: Call, location: str) -> Reply[Any]:
+        await self._late()
+        await self._model.restore(self._cluster.checkpoints.read(location))
+        return self._now(None)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.functions.generation.messages import Progress
 from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
@@ -226,7 +227,9 @@ class CountedSamples:
 
     # -- messages of actors
 
-    def take(self, request: int, message: CountedFinished) -> list[CountedGroup]:
+    def take(self, request: int, message: CountedFinished | Progress) -> list[CountedGroup]:
+        if isinstance(message, Progress):
+            return []  # the engines write to the view
         self._leave(message.aborted[self._request_of[message.aborted] == request])
         self._complete += message.groups.size
         numbers, complete_s = self._left.groups[message.groups], self.progress.table.complete_s[message.groups]

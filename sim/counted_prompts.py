@@ -14,10 +14,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from rlhfless.records.journal import BegunGroup
+from rlhfless.records.journal import BegunGroup, JournalError
 from rlhfless.scaling.selection import new_groups
 from rlhfless.sim.kernel_state import Flags, Ints
 from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.storage import SimulatedDisk
 from rlhfless.spec import PartialSpec
 from rlhfless.spec.generation import ScheduleSpec
 
@@ -99,13 +100,27 @@ def largest_step(schedule: ScheduleSpec, batches: Sequence[RolloutBatch]) -> tup
 
 
 class CountedJournal:
-    """What the steps of a run have generated (takes the place of Journal)."""
+    """What the steps of a run have generated (takes the place of Journal). Writes raise JournalError if the disk is
+    full."""
 
-    def __init__(self) -> None:
+    def __init__(self, disk: SimulatedDisk) -> None:
+        self._disk = disk
+        self.attempt = 0
         self._groups: list[BegunGroup] = []
         self._tokens: dict[str, tuple[int, Ints]] = {}
         """By prompt id: the step that started the prompt, and the tokens of each of its samples."""
         self._names: dict[str, str] = {}
+
+    def begin_attempt(self) -> int:
+        """Number the next attempt, from 1."""
+        self.attempt += 1
+        return self.attempt
+
+    def _write(self) -> None:
+        try:
+            self._disk.write()
+        except OSError as error:
+            raise JournalError(f"the journal cannot be written: {error}") from error
 
     # -- the groups of steps that do not learn from all groups: see Journal
 
@@ -113,9 +128,11 @@ class CountedJournal:
         return [group for group in self._groups if group.begun <= step and (group.taken or step) >= step]
 
     def begin_groups(self, step: int, prompt_ids: Sequence[str]) -> None:
+        self._write()
         self._groups += [BegunGroup(step, prompt_id, None) for prompt_id in prompt_ids]
 
     def take_groups(self, step: int, groups: Sequence[tuple[int, str]]) -> None:
+        self._write()
         taken = set(groups)
         self._groups = [
             replace(group, taken=step) if (group.begun, group.prompt_id) in taken else group for group in self._groups
@@ -134,6 +151,7 @@ class CountedJournal:
 
     def add(self, step: int, prompt_id: str, tokens: Ints) -> None:
         """Keep the tokens that the samples of a prompt have, which `step` has started."""
+        self._write()
         self._tokens[prompt_id] = step, tokens
 
     def tokens(self, prompt_id: str) -> Ints | None:

@@ -41,6 +41,8 @@ class SimulatedDevices:
         self._not_before_s: dict[str, float] = {}
         """By device: when the machine that replaces an interrupted one is there."""
         self._lost: dict[str, Any] = {}
+        self.all_up = asyncio.Event()
+        """See rlhfless.fleet.heartbeat.LeasedDevices."""
 
     async def acquire(self, allocation: Allocation, user: str, lost: Any) -> Allocation:
         """Wait for the devices. The wait is not billed."""
@@ -76,7 +78,16 @@ class SimulatedDevices:
     def reserved(self, allocations: Sequence[Allocation], user: str) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    def finish_start(self, user: str) -> None: ...
+    def finish_start(self, user: str) -> None:
+        self.all_up.set()
+
+    async def renew(self) -> None:
+        """See rlhfless.fleet.heartbeat.LeasedDevices. Devices of this run are never lost."""
+
+    @property
+    def in_use(self) -> list[str]:
+        """The devices that a replica holds."""
+        return [name for name, users in self._users.items() if users]
 
     def must_come(self, allocation: Allocation) -> bool:
         """Return whether a replica would wait for a machine that has not been provisioned yet."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -109,6 +109,11 @@ class StepEngines:
         for pool in self._pools:
             pool.forget(ended.progress.at)
         self._free.append(ended.progress.at)
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Forget all other steps, such as those of an earlier attempt."""
+        for step in self._steps.keys() - set(steps):
+            self.end(step)
 
     def progress(self, step: int) -> StepProgress:
         return self._steps[step].progress

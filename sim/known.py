@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.orchestrator.ledger import Ledger
+from rlhfless.orchestrator.ledger import NOTHING, Ledger
+from rlhfless.records.traces import Trace
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.prices import PriceBook, RentalTerms
 from rlhfless.sim.setup import ActorShape, Setup
@@ -42,9 +43,11 @@ class SetupEngines:
 class SetupLedger(Ledger):
     """A ledger whose devices come and go on the terms of a setup."""
 
-    def __init__(self, writer: object, prices: PriceBook, setup: Setup) -> None:
-        super().__init__(writer, prices)  # type: ignore[arg-type]
+    def __init__(self, writer: object, prices: PriceBook, setup: Setup, earlier: Trace | None = None) -> None:
+        super().__init__(writer, prices, earlier or NOTHING)  # type: ignore[arg-type]
         self._setup = setup
+        for record in earlier.steps if earlier else ():
+            self.add_rollouts(record.step, ())
 
     def keep_up(self, pools: Iterable[ReplicaPool], lag_s: float) -> None:
         """Do nothing: the rows are kept in memory, and a row per holding is enough."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhfless.fleet.pool import ReplicaPool
@@ -14,13 +15,15 @@ from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.turns import take_turns
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator import step as rlhf
+from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.live_fleet import LiveFleet
-from rlhfless.orchestrator.run import RLRun
+from rlhfless.orchestrator.run import RLRun, StepContext
+from rlhfless.orchestrator.run_steps import drive_steps
 from rlhfless.orchestrator.scaler import Scaler, StepDue
-from rlhfless.orchestrator.schedules import schedule_of
+from rlhfless.orchestrator.start_run import stop_functions
 from rlhfless.orchestrator.weight_sync import ActorWeights
-from rlhfless.records import FunctionName, StepRecord
+from rlhfless.records import Experience, FunctionName, StepRecord
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.function_specs import Bounds, declared
 from rlhfless.scaling.policies.contract import RunContract
@@ -28,15 +31,18 @@ from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.batches import CountedBatches
 from rlhfless.sim.billing import MemoryTrace
-from rlhfless.sim.cluster import NO_FAULTS, SimulatedCluster, SimulatedFaults, version_of
+from rlhfless.sim.cluster import SimulatedCluster, version_of
 from rlhfless.sim.counted import CountedSamples
 from rlhfless.sim.counted_prompts import CountedJournal, CountedPrompts, largest_step
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
+from rlhfless.sim.faults import NO_FAULTS, SimulatedFaults
 from rlhfless.sim.known import SetupEngines, SetupLedger
 from rlhfless.sim.samples import RolloutBatch, StepProgress
 from rlhfless.sim.setup import Setup
+from rlhfless.sim.storage import SimulatedDisk, StoredCheckpoints
 from rlhfless.sim.strict import StrictRunner
+from rlhfless.sim.trained import TrainedState
 from rlhfless.sim.virtual_loop import VirtualLoop, run_virtual, waiting
 from rlhfless.spec import RunSpec
 from rlhfless.util.tasks import gather_or_cancel
@@ -49,14 +55,15 @@ class NoEnd(RuntimeError):
     """A run has not ended by the virtual time at which it must."""
 
 
-def spec_of(setup: Setup, last: RolloutBatch, call_limit_s: float = LONG_S) -> RunSpec:
-    """Return the spec of a run, whose last step has the batch `last`. `call_limit_s`: after which a call that is not
-    generation times out."""
+def spec_of(setup: Setup, last: RolloutBatch, *, times_out: bool = False) -> RunSpec:
+    """Return the spec of a run, whose last step has the batch `last`. `times_out`: whether calls and heartbeats time
+    out, as live."""
     spec = RunSpec.model_validate(SPEC | {"steps": last.step, "prompts_per_step": last.groups})
-    timeouts = spec.timeouts.model_copy(
-        update=dict.fromkeys(("start_s", "drain_s", "generate_s"), LONG_S)
-        | dict.fromkeys(("call_s", "sync_s"), call_limit_s)
-    )
+    timeouts, recovery = spec.timeouts, spec.recovery
+    if not times_out:
+        endless = dict.fromkeys(("start_s", "drain_s", "generate_s", "call_s", "sync_s"), LONG_S)
+        timeouts = timeouts.model_copy(update=endless)
+        recovery = recovery.model_copy(update={"heartbeat_s": LONG_S})
     generation = spec.generation.model_copy(
         update={"max_tokens": setup.max_tokens, "progress_interval_s": setup.links.heartbeat_s}
     )
@@ -67,7 +74,8 @@ def spec_of(setup: Setup, last: RolloutBatch, call_limit_s: float = LONG_S) -> R
         update={
             "timeouts": timeouts,
             "generation": generation.model_copy(update={"engine": engine}),
-            "recovery": spec.recovery.model_copy(update={"heartbeat_s": LONG_S}),
+            "recovery": recovery,
+            "checkpoint": spec.checkpoint.model_copy(update={"every_steps": None}),
             "scaling": scaling,
             "schedule": setup.schedule,
         }
@@ -97,6 +105,8 @@ class SimulatedRun(RLRun):
     engines: StepEngines
     setup: Setup
     on_step: OnStep
+    repeats: bool
+    """Whether steps may be learned again, from the journal, because the learner can be lost."""
 
     def generate(self, request: Any, *, again: bool = False) -> Any:
         stage: Any = super().generate(request, again=again)
@@ -104,6 +114,8 @@ class SimulatedRun(RLRun):
         return stage
 
     def samples_of(self, request: Any) -> Any:
+        """See RLRun."""
+        self.engines.keep(self.under_way)
         journal: Any = self.journal
         slots, planned = len(self.generation.allocations), self.setup.prefixes.planned
         return CountedSamples(request, self.engines, journal, slots, planned=planned)
@@ -113,30 +125,107 @@ class SimulatedRun(RLRun):
         stage: Any = self.under_way[record.step].stage
         progress = stage.samples.progress
         super().close_step(record, batch)
-        self.journal.forget(record.step)
+        if not self.repeats:
+            self.journal.forget(record.step)
         self.on_step(LearnedStep(record, batch.packed.batch, tuple(batch.packed.groups), progress))
         self.engines.end(record.step)
 
 
-class NoSinks:
-    """Emits no metrics: those of a simulation are in its trace."""
+class Unseen:
+    """Shows and emits nothing: what happens in a simulation is in its trace (RunProgress and MetricSinks)."""
 
     def emit(self, step: int, values: Any, samples: Any = None) -> None: ...
 
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
-class SimulatedSteps:
-    """The steps of a run, for its schedule (implements rlhfless.orchestrator.schedules.Steps, without Recovery)."""
+    def stage(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def resumed(self, step: int, attempt: int, earlier_s: float) -> None: ...
+
+    def show(self, content: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedSession:
+    """See rlhfless.orchestrator.run_steps.RunSession."""
+
+    spec: RunSpec
+    console: Unseen = field(default_factory=Unseen)
+    sinks: Any = field(default_factory=Unseen)
+    host: Host = field(default_factory=Host)
+
+
+class SimulatedStages:
+    """The stages of a step. Trained functions start at their first work."""
+
+    rollout = staticmethod(rlhf.rollout)
+    evaluate_held_out = staticmethod(rlhf.evaluate_held_out)
 
     def __init__(self, run: SimulatedRun) -> None:
-        self._run = run
+        self._to_start = list(run.trainers.pools)
 
-    async def rollout(self, step: int) -> Any:
-        return await rlhf.rollout(self._run, self._run.begin(step))
+    async def train(self, run: SimulatedRun, context: StepContext, experience: Experience) -> StepRecord:
+        for pool in self._to_start:
+            await pool.ready(context.call)
+        self._to_start = []
+        return await rlhf.train(run, context, experience)
 
-    async def train(self, step: int, experience: Any) -> None:
-        for pool in self._run.trainers.pools:  # they start at their first work
-            await pool.ready(self._run.call(step))
-        await rlhf.train(self._run, self._run.under_way[step], experience)
+
+@dataclass(kw_only=True)
+class SimulatedWorld:
+    """What a run finds and leaves outside of its driver: the cluster, its devices, the disk and the trace."""
+
+    setup: Setup
+    prices: PriceBook
+    batches: Sequence[RolloutBatch]
+    faults: SimulatedFaults = NO_FAULTS
+    full_at: Collection[int] = ()
+    """Numbers of writes at which the disk is full."""
+    engines: StepEngines = field(init=False)
+    devices: SimulatedDevices = field(init=False)
+    journal: CountedJournal = field(init=False)
+    prompts: CountedPrompts = field(init=False)
+    checkpoints: StoredCheckpoints = field(init=False)
+    cluster: SimulatedCluster = field(init=False)
+    rows: MemoryTrace = field(default_factory=MemoryTrace)
+
+    def __post_init__(self) -> None:
+        setup, disk = self.setup, SimulatedDisk(self.full_at)
+        steps = 1 + 2 * setup.schedule.steps_ahead  # rollouts ahead outlive faults of earlier steps, which are repeated
+        self.engines = StepEngines(setup.actors, *largest_step(setup.schedule, self.batches), steps)
+        self.devices = SimulatedDevices(setup)
+        self.journal, self.checkpoints = CountedJournal(disk), StoredCheckpoints(disk)
+        self.prompts = CountedPrompts(self.batches)
+        self.cluster = SimulatedCluster(setup, self.engines, self.devices, self.checkpoints, self.faults)
+
+    def run(self, policy: Policy, spec: RunSpec, on_step: OnStep, *, strict: bool) -> SimulatedRun:
+        """Return the run of the next attempt."""
+        setup, call = self.setup, Call("simulated", self.journal.begin_attempt(), 0)
+        ledger = SetupLedger(self.rows, self.prices, setup, self.trace() if call.attempt > 1 else None)
+        pools = _pools(setup, spec, self.cluster, self.devices, call, ledger)
+        beside = {function for function, at in zip(setup.functions, setup.slot_setups, strict=True) if at.beside}
+        take_turns(pool for function, pool in pools.items() if function not in beside)
+        known = SetupEngines(setup)
+        fleet = LiveFleet(spec, call, [*pools.values()], ledger, known, known)
+        scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))
+        if strict:
+            done = lambda: ledger.calls + self.engines.tokens  # noqa: E731
+            scaler.runner = StrictRunner(policy, fleet, ledger.add_decision, done)
+        prompts: Any = self.prompts
+        return SimulatedRun(
+            run_id=call.run_id, attempt=call.attempt, spec=spec, order=prompts, held_out=(), pools=pools, ledger=ledger,
+            sinks=Unseen(), journal=self.journal, checkpoints=self.checkpoints,
+            weights=ActorWeights(pools[FunctionName.GENERATION], spec), scaler=scaler, history=prompts, busy_cores=None,
+            engines=self.engines, setup=setup, on_step=on_step, batches=CountedBatches(setup),
+            repeats=self.faults is not NO_FAULTS,
+        )  # fmt: skip
+
+    def trace(self) -> Trace:
+        """Return the trace so far."""
+        beside = {name for name, slot in self.cluster.slots.items() if self.setup.slot_setups[slot].beside}
+        return self.rows.trace(self.prices, beside, self.setup.learner.paid_around)
 
 
 def simulate(
@@ -147,16 +236,13 @@ def simulate(
     *,
     on_step: OnStep = lambda _: None,
     strict: bool = True,
-    faults: SimulatedFaults = NO_FAULTS,
-    call_limit_s: float = LONG_S,
-    limit_s: float = math.inf,
 ) -> Trace:
     """Run all steps of a run, and return its trace. `on_step` is called at the end of each step.
 
     `strict`: whether a fault of the policy ends the run; otherwise the run goes on, as live.
 
-    Raises SimulationError for a fault of the policy, NoEnd for a run that has not ended after `limit_s` virtual
-    seconds, ValueError for a response beyond `max_tokens`, and the errors from which a live run would recover.
+    Raises SimulationError for a fault of the policy, ValueError for a response beyond `max_tokens`, and the last fault
+    after too many in one step (`recovery.per_step`), as a live run does.
     """
     first = batches[0].step
     for number, batch in enumerate(batches, first):
@@ -169,7 +255,7 @@ def simulate(
             raise ValueError(
                 f"step {batch.step} has a response of {longest} tokens, above max_tokens ({setup.max_tokens})"
             )
-    return run_virtual(_simulate(setup, policy, prices, batches, on_step, strict, faults, call_limit_s, limit_s))
+    return run_virtual(_simulate(setup, policy, prices, batches, on_step, strict))
 
 
 async def _simulate(
@@ -179,42 +265,18 @@ async def _simulate(
     batches: Sequence[RolloutBatch],
     on_step: OnStep,
     strict: bool,
-    faults: SimulatedFaults,
-    call_limit_s: float,
-    limit_s: float,
 ) -> Trace:
-    engines = StepEngines(setup.actors, *largest_step(setup.schedule, batches), 1 + setup.schedule.steps_ahead)
-    _advance_engines(engines, limit_s)
-    spec = spec_of(setup, batches[-1], call_limit_s)
-    writer = MemoryTrace()
-    ledger = SetupLedger(writer, prices, setup)
-    devices, call = SimulatedDevices(setup), Call("simulated", 1, 0)
-    cluster = SimulatedCluster(setup, engines, devices, faults)
-    pools = _pools(setup, spec, cluster, devices, call, ledger)
-    beside = {function for function, at in zip(setup.functions, setup.slot_setups, strict=True) if at.beside}
-    take_turns(pool for function, pool in pools.items() if function not in beside)
-    known = SetupEngines(setup)
-    fleet = LiveFleet(spec, call, [*pools.values()], ledger, known, known)
-    scaler = Scaler(policy, fleet, None, ledger, StepDue(RunContract()))
-    if strict:
-        scaler.runner = StrictRunner(policy, fleet, ledger.add_decision, lambda: ledger.calls + engines.tokens)
-    prompts: Any = CountedPrompts(batches)
-    run = SimulatedRun(
-        run_id="simulated", attempt=1, spec=spec, order=prompts, held_out=(), pools=pools, ledger=ledger,
-        sinks=NoSinks(), journal=CountedJournal(), checkpoints=None,
-        weights=ActorWeights(pools[FunctionName.GENERATION], spec),
-        scaler=scaler, history=prompts, busy_cores=None, engines=engines, setup=setup, on_step=on_step,
-        batches=CountedBatches(setup),
-    )  # fmt: skip
-    run.published = version_of(0)
+    world = SimulatedWorld(setup=setup, prices=prices, batches=batches)
+    advance_engines(world.engines)
+    session, first = SimulatedSession(spec_of(setup, batches[-1])), batches[0].step
+    run = world.run(policy, session.spec, on_step, strict=strict)
+    run.published = version_of(run.call(first - 1), TrainedState())
+    world.cluster.published.add(run.published.version.label)
     await _start_under_way(run)
-    await schedule_of(spec.schedule).drive(SimulatedSteps(run), batches[0].step, batches[-1].step)
-    for pool in pools.values():
-        for replica in pool.replicas():
-            replica.drain()
-            replica.mark_ended()
-    names = {name for name, slot in cluster.slots.items() if setup.slot_setups[slot].beside}
-    return writer.trace(prices, names, setup.learner.paid_around)
+    await drive_steps(session, run, first, SimulatedStages(run))
+    await stop_functions([*run.pools.values()])
+    world.checkpoints.close()
+    return world.trace()
 
 
 async def _start_under_way(run: SimulatedRun) -> None:
@@ -226,8 +288,11 @@ async def _start_under_way(run: SimulatedRun) -> None:
     await gather_or_cancel(generation.fill(actors), *ready)
 
 
-def _advance_engines(engines: StepEngines, limit_s: float) -> None:
-    """Let the engines advance before the clock of the running loop jumps. The clock stops at `limit_s`."""
+def advance_engines(engines: StepEngines, limit_s: float = math.inf) -> None:
+    """Let the engines advance before the clock of the running loop jumps.
+
+    The loop raises NoEnd instead of a jump beyond `limit_s`.
+    """
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
 

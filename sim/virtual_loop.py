@@ -29,6 +29,8 @@ class VirtualLoop(asyncio.SelectorEventLoop, VirtualClock):
         super().__init__(_Jumps(self))
         self.before_jump: Callable[[float], float] = lambda at_s: at_s
         """Called with the time of the next timer, or infinity; returns the time to jump to, which may be earlier."""
+        self.each_turn: Callable[[], bool] | None = None
+        """Called at each turn; returns whether something happened, so that the clock must not jump yet."""
 
     def time(self) -> float:
         return self.now_s
@@ -62,7 +64,8 @@ class _Jumps(selectors.BaseSelector):
         self._own: selectors.SelectorKey | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout == 0:
+        each_turn = self._loop.each_turn
+        if (each_turn is not None and each_turn()) or timeout == 0:
             return []
         now_s = self._loop.now_s
         at_s = self._loop.before_jump(math.inf if timeout is None else now_s + timeout)

@@ -1,17 +1,17 @@
 """The orchestrator's own loop in virtual time, over a simulated cluster (issue 50, "One loop, two clocks").
 
 The simulator has a loop of its own, `sim/simulation.py`. Here the live one, of `rlhfless.orchestrator` and
-`rlhfless.fleet`, runs on `rlhfless.sim.virtual_loop` instead: schedules, `step.rollout`, the generation stage, group
-pipeline, weight sync, pools, replicas, turns, the scaler, the live fleet and the ledger are those of a run. Simulated
-are, in `rlhfless.sim`, the cluster (`cluster`, `devices`), the engines (`engines`, in closed form), the samples of a
-stage (`counted`, in arrays) and the batch of a step (`run`). `rlhfless.sim.run.simulate` runs it.
+`rlhfless.fleet`, runs on `rlhfless.sim.virtual_loop` instead: the steps and their schedule, recovery, the generation
+stage, group pipeline, weight sync, pools, replicas, turns, leases, the scaler, the live fleet and the ledger are those
+of a run. Simulated are, in `rlhfless.sim`, the cluster (`cluster`, `devices`), the engines (`engines`, in closed form),
+the samples of a stage (`counted`, in arrays), the batch of a step (`batches`), what functions learn (`trained`) and the
+disk (`storage`). `rlhfless.sim.run.simulate` runs it.
 
-It finds faults of the live loop in milliseconds: `test_seeded_faults.py` kills actors and delays calls, and
-`test_same_steps.py` compares the times with the simulator's. It is to replace the simulator's loop; NEXT.md says in
+It finds faults of the live loop in milliseconds: `seeded.py` plays seeds with faults at any await, of which
+`test_seeded_faults.py` has the first 300, and `test_same_steps.py` compares the times with the simulator's. It is to replace the simulator's loop; NEXT.md says in
 which steps.
 
-Missing: the schedule `async`, a critic, recovery (an error from which a live run recovers ends the run),
-checkpoints, journals, rewards and tokens.
+Missing: rewards and tokens.
 
 Measured on 29 November 2026, for the 19 scenarios of examples/scenarios, the live loop's time to the simulator's:
 
@@ -20,8 +20,6 @@ Measured on 29 November 2026, for the 19 scenarios of examples/scenarios, the li
 - queue_reactive_knative: 1.000 to 1.009 in 14; the others differ by up to 47 % (gsm8k-7b-h100-owned), see NEXT.md.
 - Processor time of 1,000 steps of 8,192 responses on 64 actors: static 135 s instead of 16 s, cost_aware 144 s instead
   of 47 s.
-- A seed of `test_seeded_faults.py` takes 20 ms. Of the seeds 300 to 1,914, 1,596 ended, and 19 raised an error from
-  which a live run recovers.
 
 Faults of the live loop that it has found, all fixed: woken actors waited for the slowest load before they generated
 (0.4 to 6 % of a step on several nodes); an actor that died between its start and its first answer, or answered late,
