@@ -8,8 +8,8 @@ the samples of a stage (`counted`, in arrays), the batch of a step (`batches`), 
 disk (`storage`). `rlhfless.sim.run.simulate` runs it.
 
 It finds faults of the live loop in milliseconds: `seeded.py` plays seeds with faults at any await, of which
-`test_seeded_faults.py` has the first 300, and `test_same_steps.py` compares the times with the simulator's. It is to replace the simulator's loop; NEXT.md says in
-which steps.
+`test_seeded_faults.py` has the first 300. `test_same_steps.py` compares the times with the simulator's own loop, which
+this one is to replace; NEXT.md says in which steps.
 
 Missing: rewards and tokens.
 
