@@ -179,7 +179,7 @@ def _readable(sample: Sample) -> Sample:
 
 def _total(sample: Sample, parts: Sequence[Score]) -> Score:
     """Add up an environment's reward and those of `rewards`."""
-    if sample.score is not None:
+    if sample.episode is not None and sample.score is not None:
         return reduce(Score.plus, parts, sample.score)
     if parts:
         return reduce(Score.plus, parts)

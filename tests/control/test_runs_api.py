@@ -88,7 +88,7 @@ def test_lists_go_page_by_page_newest_first_and_are_filtered(client: httpx.Clien
 def test_a_run_from_post_to_success(client: httpx.Client, drivers: NoDrivers) -> None:
     run, push = begun_run(client, drivers)
     answer = push(("status", {"status": "validating", "reason": "checking"}))
-    assert answer.json() == {"pushed": 1, "desired_state": "run", "granted": 0, "lease_reason": ""}
+    assert answer.json() == {"pushed": 1, "desired_state": "run", "granted": 0, "lease_reason": "", "size_reason": ""}
     lease = {"kind": "cpu-core", "minimum": 2, "maximum": 2, "unit": 1, "held": 0}
     push(("status", {"status": "provisioning", "reason": "asking"}), lease=lease)
     assert until(lambda: push(lease=lease).json()["granted"]) == 2

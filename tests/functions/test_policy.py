@@ -50,7 +50,7 @@ def plain_logprobs(model, batch, temperature: float) -> np.ndarray:
 def test_equal_to_transformers_for_any_batching(policy, tiny_model, batch, temperature, budget):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     ours = token_logprobs(policy, batch, temperature, budget)
-    np.testing.assert_allclose(ours, plain_logprobs(model, batch, temperature), atol=1e-5)
+    np.testing.assert_allclose(ours, plain_logprobs(model, batch, temperature), atol=3e-5)
     assert ours.dtype == np.float32
 
 
@@ -147,7 +147,7 @@ def test_logprobs_are_the_models_own(family, gradient_checkpointing, batch, tmp_
             everything = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
         expected = everything[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
         response = batch.response_mask[start + 1 : start + length]
-        np.testing.assert_allclose(ours[start + 1 : start + length][response], expected[response], atol=1e-5)
+        np.testing.assert_allclose(ours[start + 1 : start + length][response], expected[response], atol=3e-5)
 
 
 def test_a_head_that_we_do_not_know_is_refused(tmp_path):
@@ -188,7 +188,7 @@ def test_a_logprob_does_not_depend_on_the_longest_neighbour(
     path = save(config(), tmp_path)  # type: ignore[operator]
     policy = loaded(path, longest)
     alone = token_logprobs(policy, batch, 1.0, 1)
-    np.testing.assert_allclose(token_logprobs(policy, batch, 1.0, 4000), alone, atol=1e-5)
+    np.testing.assert_allclose(token_logprobs(policy, batch, 1.0, 4000), alone, atol=3e-5)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     for start, length in zip(batch.starts, batch.lengths, strict=True):
         if length > longest:
@@ -199,7 +199,7 @@ def test_a_logprob_does_not_depend_on_the_longest_neighbour(
             everything = model(input_ids=whole[None]).logits[0, : length - 1].log_softmax(-1)
         expected = everything.gather(1, tokens[1:, None]).squeeze(1).numpy()
         response = batch.response_mask[start + 1 : start + length]
-        np.testing.assert_allclose(alone[start + 1 : start + length][response], expected[response], atol=1e-5)
+        np.testing.assert_allclose(alone[start + 1 : start + length][response], expected[response], atol=3e-5)
 
 
 def test_without_a_context_the_models_own_limit_counts(batch: PackedBatch, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ async def test_samples_go_out_in_batches_and_numbers_come_back_in_order(server, 
         "response_tokens": len(samples[0]["response"]),
         "finish_reason": "length",
         "prompt_id": "p-1",
+        "transcript": [],
         "sample_index": samples[0]["sample_index"],
         "columns": {"answer": "x"},
     }

@@ -57,8 +57,8 @@ def test_it_is_called_with_what_its_signature_asks_for(reward, prefix):
 
 def test_every_built_in_argument_and_all_columns_by_name(reward):
     source = """
-def score(prompt, response, response_tokens, finish_reason, prompt_id, sample_index, columns, **rest):
-    assert (prompt, response, response_tokens, prompt_id) == ("the prompt", "abc", 3, "p-1")
+def score(prompt, response, response_tokens, finish_reason, prompt_id, sample_index, columns, transcript, **rest):
+    assert not transcript and (prompt, response, response_tokens, prompt_id) == ("the prompt", "abc", 3, "p-1")
     assert finish_reason == "length" and sample_index == 0
     assert columns == {"answer": "x", "extra": 1} and rest == {"answer": "x", "extra": 1, "k": 2}
     return 1

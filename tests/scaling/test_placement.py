@@ -341,7 +341,7 @@ def test_functions_are_those_that_the_spec_needs() -> None:
     plain = RunSpec.model_validate({**needed, "rewards": [{"type": "exact_match"}]})
     assert [kind.name for kind in kinds_of(plain)] == ["generation", "scoring", "learner"]
     full = RunSpec.model_validate({**needed, "rewards": [judge], "algorithm": {"kl": {"coefficient": 0.1}}})
-    together = [name for name in FunctionName if name != FunctionName.PREFILL]
+    together = [name for name in FunctionName if name not in (FunctionName.PREFILL, FunctionName.ENVIRONMENT)]
     assert [kind.name for kind in kinds_of(full)] == [name for name in together if name != FunctionName.CRITIC]
     ppo = RunSpec.model_validate(
         {**needed, "rewards": [judge], "critic": {}, "algorithm": {"type": "ppo", "kl": {"coefficient": 0.1}}}
@@ -350,3 +350,5 @@ def test_functions_are_those_that_the_spec_needs() -> None:
     apart = {"scaling": {"prefill": {"max_actors": 1}}}
     run = RunSpec.model_validate({**needed, "rewards": [{"type": "exact_match"}], **apart})
     assert [kind.name for kind in kinds_of(run)] == ["generation", "prefill", "scoring", "learner"]
+    agent = RunSpec.model_validate({**needed, "environment": {"type": "guess:Guess"}})
+    assert [kind.name for kind in kinds_of(agent)] == ["generation", "environment", "learner"]
