@@ -33,8 +33,8 @@ from rlhfless.scaling.policy import Action, Assign, Event, Heartbeat, Lost, Move
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.policies import make_policy
+from rlhfless.sim.run import LearnedStep, simulate
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
-from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 from rlhfless.spec import SyncSpec
 
@@ -136,13 +136,16 @@ class Timed:
 def planned(name: str) -> None:
     """Prints what steps under a policy take, after one that warms up."""
     policy = Timed(make_policy(name, run=RunContract(steps=PLANNED_STEPS)))
-    simulation = Simulation(fleet(PLANNED_ACTORS), policy, load_price_book())
-    first, *batches = workload(PLANNED_PROMPTS, 8).batches(PLANNED_STEPS + 1)
-    simulation.step(first)
-    policy.plans_s = policy.looks_s = 0.0
-    began_s = time.process_time()
-    for batch in batches:
-        simulation.step(batch)
+    batches = list(workload(PLANNED_PROMPTS, 8).batches(PLANNED_STEPS + 1))
+    began_s = 0.0
+
+    def on_step(step: LearnedStep) -> None:
+        nonlocal began_s
+        if step.record.step == 1:
+            policy.plans_s = policy.looks_s = 0.0
+            began_s = time.process_time()
+
+    simulate(fleet(PLANNED_ACTORS), policy, load_price_book(), batches, on_step=on_step)
     step_s = (time.process_time() - began_s) / PLANNED_STEPS
     plans_s, looks_s = policy.plans_s / PLANNED_STEPS, policy.looks_s / PLANNED_STEPS
     print(
@@ -161,15 +164,15 @@ def main() -> None:
     arguments = parsed(parser, steps=1, prompts=64, actors=4, policies="static,cost_aware")
     work = workload(arguments.prompts, arguments.samples)
     policy, prices = Level(), load_price_book()
-    simulation, preempted, begun_s = Simulation(fleet(arguments.actors), policy, prices), 0, 0.0
-    for batch in list(work.batches(arguments.steps + 1)):
-        started_s = time.perf_counter()
-        begun_s = begun_s or (started_s if batch.step == 2 else 0.0)
-        preempted += simulation.step(batch).preemptions
-        took_s = time.perf_counter() - started_s
-        print(f"step {batch.step}: {batch.samples / took_s:12,.0f} responses/s{' (warm-up)' * (batch.step == 1)}")
-    stepped_s = time.perf_counter() - begun_s
-    trace = simulation.close()
+    batches, ends_s = list(work.batches(arguments.steps + 1)), [time.perf_counter()]
+
+    def on_step(step: LearnedStep) -> None:
+        ends_s.append(time.perf_counter())
+        number, took_s = step.record.step, ends_s[-1] - ends_s[-2]
+        print(f"step {number}: {len(batches[0].group) / took_s:12,.0f} responses/s{' (warm-up)' * (number == 1)}")
+
+    trace = simulate(fleet(arguments.actors), policy, prices, batches, on_step=on_step)
+    begun_s, stepped_s = ends_s[1], ends_s[-1] - ends_s[1]
     summary = summarise(trace, prices)
     spent_s = time.perf_counter() - begun_s
     responses = arguments.steps * arguments.prompts * arguments.samples
@@ -177,7 +180,7 @@ def main() -> None:
     print(f"{machine()}, one core used")
     print(f"{responses / spent_s:,.0f} responses/s: {responses} in {spent_s:.3f} s, {arguments.actors} actors")
     print(f"{responses / stepped_s:,.0f} responses/s without the bill")
-    print(f"{preempted} preemptions, {policy.moved} moves, {lost} interruptions, heartbeat {HEARTBEAT_S} s")
+    print(f"{policy.moved} moves, {lost} interruptions, heartbeat {HEARTBEAT_S} s")
     print(f"simulated {trace.steps[-1].end_s / 3600:.2f} h, {summary.cost_usd:.2f} USD")
     print(f"{PLANNED_PROMPTS * 8} responses a step, {PLANNED_ACTORS} actors, planning included:")
     for name in filter(None, arguments.policies.split(",")):

@@ -17,7 +17,6 @@ from rlhfless.records import Probe, PublishedWeights, SleepTier, Slept, WeightVe
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.faults import NO_FAULTS, DrawnFaults, SimulatedFaults
-from rlhfless.sim.service_work import shared_forward
 from rlhfless.sim.setup import ActorShape, LearnerShape, ServiceShape, Setup
 from rlhfless.sim.storage import StoredCheckpoints
 from rlhfless.sim.trained import TrainedModel, TrainedState
@@ -179,7 +178,7 @@ class SimulatedHandle:
     def __init__(self, cluster: SimulatedCluster, name: str, slot: int, life: int) -> None:
         self._cluster = cluster
         self.name, self.slot, self.life = name, slot, life
-        self._incarnation = f"{name}-life{life}"
+        self._incarnation = f"{cluster.setup.functions[slot]}-{slot}-life{life}"
         self._busy_s = 0.0
         self._step = 0
         """The step that it has worked for last."""
@@ -389,7 +388,7 @@ class SimulatedHandle:
             return await self._work(shape.group_s * len(groups), groups)
         tokens, saved = sum(group.tokens for group in groups), 0
         if forward is not None:
-            saved = shared_forward(groups[0].batch, np.array([group.number for group in groups]), forward)
+            saved = groups[0].batch.saved_tokens(np.array([group.number for group in groups]), forward)
         seconds = shape.group_s * len(groups) + shape.token_s * (tokens - saved)
         return await self._work(seconds, groups, CallUsage(input_tokens=tokens, cached_tokens=saved))
 
@@ -428,7 +427,7 @@ class SimulatedHandle:
         if forward is None:
             return 0
         groups = np.array_split(np.array(sorted(batch.groups)), min(parts, len(batch.groups)))
-        return sum(shared_forward(batch.batch, part, forward) for part in groups)
+        return sum(batch.batch.saved_tokens(part, forward) for part in groups)
 
     async def do_publish(self, call: Call) -> Reply[Any]:
         await asyncio.sleep(0)  # after `learn` of the step

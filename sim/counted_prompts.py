@@ -222,10 +222,15 @@ def _whole(step: int, prompts: Sequence[CountedPrompt], journal: CountedJournal)
     batch = prompts[0].batch
     if batch.step == step and len(prompts) == batch.groups and all(prompt.batch is batch for prompt in prompts):
         return batch
+    return batch_of(step, prompts, journal.names(prompts))
+
+
+def batch_of(step: int, prompts: Sequence[CountedPrompt], names: Sequence[str] = ()) -> RolloutBatch:
+    """Return a batch of these prompts. `names`: by default their own."""
     lengths = [prompt.response_tokens for prompt in prompts]
     return RolloutBatch(
         step,
-        journal.names(prompts),
+        tuple(names or (prompt.name for prompt in prompts)),
         np.array([prompt.prompt_tokens for prompt in prompts]),
         np.repeat(np.arange(len(prompts)), list(map(len, lengths))),
         np.concatenate(lengths),

@@ -95,7 +95,7 @@ class StepEngines:
         call."""
         if batch.step in self._steps:
             self.end(batch.step)
-        progress = StepProgress(batch, unix_s(), self._free.pop(0))
+        progress = StepProgress(batch, self._free.pop(0))
         self._steps[batch.step] = GeneratedStep(progress, report)
         return progress
 

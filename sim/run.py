@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -255,7 +256,22 @@ def simulate(
             raise ValueError(
                 f"step {batch.step} has a response of {longest} tokens, above max_tokens ({setup.max_tokens})"
             )
-    return run_virtual(_simulate(setup, policy, prices, batches, on_step, strict))
+    with _unlogged():
+        return run_virtual(_simulate(setup, policy, prices, batches, on_step, strict))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Hide what a run logs within the block: in a simulation, losses are expected, and in the trace."""
+    loggers = [logging.getLogger(f"rlhfless.{room}") for room in ("fleet", "orchestrator")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 async def _simulate(

@@ -10,25 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlhfless.prefixes.shared_forward import SharedForward, saved_tokens
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE, lineage
 from rlhfless.scaling.policy import UNASSIGNED
-from rlhfless.scaling.selection import GroupGate
 from rlhfless.sim.kernel import STRIDE
-from rlhfless.sim.kernel_state import Flags, Floats, Ints, Table, table_of
-
-
-@dataclass(frozen=True)
-class Selected:
-    """The samples of a step that does not learn from all that it generates."""
-
-    drawn_tokens: Ints  # [samples of the batch]: tokens that earlier steps have generated
-    whole: RolloutBatch
-    """The groups with all their samples, including those finished by earlier steps, which are not in the batch. The
-    groups of the batch come first, then those with no sample left to generate."""
-    learns: int
-    """Number of groups of `whole` that the step learns from: those that are complete first."""
-    must_include: Flags  # [groups of `whole`]: always learned from
+from rlhfless.sim.kernel_state import Flags, Ints, Table, table_of
 
 
 @dataclass(frozen=True)
@@ -46,8 +33,6 @@ class RolloutBatch:
     truncated: Flags | None = None  # [samples]: ends by max_tokens, not by itself; None: no response does
     prefixes: PrefixTree | None = None
     """The prefixes that prompts share; None: they share nothing."""
-    selected: Selected | None = None
-    """None: the step learns from all that it generates."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens) != len(self.prompt_ids):
@@ -83,6 +68,12 @@ class RolloutBatch:
     def tree(self) -> PrefixTree:
         """`prefixes`, or a tree without shared prefixes."""
         return PrefixTree.nothing(self.groups) if self.prefixes is None else self.prefixes
+
+    def saved_tokens(self, groups: Ints, forward: SharedForward) -> int:
+        """Return the tokens that one forward pass over these groups saves by computing shared prefixes once."""
+        chosen = np.isin(self.group, groups)
+        of, lengths = self.group[chosen], self.response_tokens[chosen]
+        return saved_tokens(self.tree, self.prompt_tokens, of, lengths, forward)
 
     @property
     def samples(self) -> int:
@@ -155,7 +146,6 @@ class StepProgress:
     """The progress of the samples of a batch. The engines of a step share it, and write to it."""
 
     batch: RolloutBatch
-    begun_s: float = 0.0
     rows: Rows | None = None
     """The step's rows in a table shared with other steps; None: it has a table of its own."""
     table: Table = field(init=False)
@@ -167,14 +157,7 @@ class StepProgress:
         self.at = self.rows or rows_of(1, batch.samples, batch.groups + len(batch.tree))[0]
         self.table = self.at.filled(batch)
         self.safe_tokens = np.zeros(batch.samples, dtype=np.int64)
-        self.whole = batch if batch.selected is None else batch.selected.whole
-        """The groups that the step may learn from."""
-        self.left_out = np.zeros(self.whole.groups, dtype=np.bool_)
-        """`[groups of whole]`: deferred to a later step."""
-        if batch.selected is not None:
-            self.table.tokens[:] = batch.selected.drawn_tokens
-        ready = self.whole.groups - batch.groups
-        self.await_groups(max((batch.groups if batch.selected is None else batch.selected.learns) - ready, 1))
+        self.await_groups(batch.groups)
 
     @property
     def awaited(self) -> int:
@@ -199,48 +182,3 @@ class StepProgress:
         """Return a prompt (by its group) or a shared prefix with all prefixes that it starts with, shortest first."""
         first = self.at.first_node
         return [each - first for each in lineage(self.at.table.parent, node + first)]
-
-    @property
-    def complete_s(self) -> Floats:
-        """`[groups of whole]`: when each became complete, at the step's start at the earliest; infinite before."""
-        ready = np.full(self.whole.groups - self.batch.groups, self.begun_s)
-        return np.concatenate([np.where(self.table.left == 0, self.table.complete_s, np.inf), ready])
-
-    @property
-    def complete(self) -> Ints:
-        """The groups whose samples have all finished, ascending, without those that are deferred to later steps."""
-        return np.flatnonzero(np.isfinite(self.complete_s) & ~self.left_out)
-
-    @property
-    def complete_groups(self) -> int:
-        """The number of complete groups, without those that are deferred to later steps."""
-        if self.batch.selected is not None:
-            return len(self.complete)
-        return self.batch.groups - int(np.count_nonzero(self.table.left))
-
-    @property
-    def learned(self) -> Flags:
-        """`[samples of whole]`: the step learns from it."""
-        learned: Flags = ~self.left_out[self.whole.group]
-        return learned
-
-    @property
-    def has_enough(self) -> bool:
-        """Whether the step has enough complete groups to learn from, and generates more than it needs."""
-        selected = self.batch.selected
-        if selected is None or selected.learns == self.whole.groups:
-            return False
-        complete = np.isfinite(self.complete_s)
-        return bool(np.count_nonzero(complete) >= selected.learns and complete[selected.must_include].all())
-
-    def leave(self) -> None:
-        """Defer the groups that the step does not learn from; to a policy their samples end where they are."""
-        table, selected, complete_s = self.table, self.batch.selected, self.complete_s
-        assert selected is not None, "a step that learns from all leaves nothing"
-        gate = GroupGate(selected.learns, {str(group) for group in np.flatnonzero(selected.must_include)})
-        for group in np.argsort(complete_s, kind="stable"):
-            admitted = gate.left and np.isfinite(complete_s[group]) and gate.admits(str(group))
-            self.left_out[group] = not admitted
-        table.truncated[~table.finished] = True
-        table.finished[:] = True
-        table.home[:] = UNASSIGNED

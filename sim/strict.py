@@ -9,10 +9,13 @@ from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import Decision
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.policy import Event, Policy
-from rlhfless.sim.fleet import SimulationError
 
 MAX_QUERIES = 20_000
 """Limit on consecutive queries of a policy between which no function works: hours of heartbeats."""
+
+
+class SimulationError(RuntimeError):
+    """A policy leaves samples unassigned, requests something impossible, or lets the run wait forever."""
 
 
 class StrictRunner(PolicyRunner):

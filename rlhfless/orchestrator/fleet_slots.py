@@ -119,7 +119,7 @@ class FleetSlots(ABC):
 
         Ignored for the learner: recovery starts it, because it must load a checkpoint.
         """
-        pool, number = self._slots[slot]
+        pool, number = self._at_slot(slot)
         if pool.kind.role is FunctionRole.UPDATES:
             return
         if at_s is None and (state := pool.state(number)) is not None:
@@ -129,9 +129,9 @@ class FleetSlots(ABC):
     def release(self, slot: int, step: int) -> None:
         """Carry out rlhfless.scaling.policy.Release. If the spec's bounds require the replica, keep it and record that
         in the ledger. Raises PolicyFault."""
-        pool, number = self._slots[slot]
+        pool, number = self._at_slot(slot)
         if pool.kind.role is FunctionRole.UPDATES:
-            raise PolicyFault(f"slot {slot} is released: it is the learner's, which keeps the run's state")
+            raise PolicyFault(f"slot {slot} is released, and its {pool.function} keeps the run's state")
         if not pool.expects(number):
             raise PolicyFault(f"slot {slot} is released, and has no actor")
         if not pool.release(number):
@@ -144,6 +144,11 @@ class FleetSlots(ABC):
         if not pool.bounds.idle and pool.expects(number):
             pool.release(number)
             self._note(step, "release", f"slot {slot} gives its devices back", pool)
+
+    def _at_slot(self, slot: int) -> tuple[ReplicaPool, int]:
+        if not 0 <= slot < len(self._slots):
+            raise PolicyFault(f"there is no slot {slot}; the fleet has the slots 0 to {len(self._slots) - 1}")
+        return self._slots[slot]
 
     def _note(self, step: int, kind: str, choice: str, pool: ReplicaPool) -> None:
         inputs: dict[str, float | int | str | bool] = {"function": pool.function, "reason": pool.bounds.reason}

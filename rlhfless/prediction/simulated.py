@@ -34,7 +34,7 @@ from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations
-from rlhfless.spec import PartialSpec, RunSpec, ScheduleSpec, SyncSpec
+from rlhfless.spec import RunSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
 
@@ -205,7 +205,7 @@ def predicted(
             write_latency(latency, file)
             measured = _measured(asked, latency, lengths, str(file))
         size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
-        if quick and not isinstance(asked.spec.schedule, PartialSpec):  # steps of `partial` end at a heartbeat
+        if quick:
             measured["heartbeat_s"] = NO_HEARTBEATS_S
         drafts = _drafts(asked.spec, lengths) if latency is None else {}  # a fit includes drafts already
         measured["engine"] = _engine(asked) | drafts | measured.get("engine", {})

@@ -35,7 +35,7 @@ from rlhfless.sim.experiment.run import ExperimentTask, FleetShape, RunResult, f
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
-from rlhfless.spec import ContractSpec, PartialSpec, WeightedSpec
+from rlhfless.spec import ContractSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
 
@@ -123,9 +123,7 @@ def _tasks(scenario: Scenario, entry: PolicyEntry, results: Results) -> list[Exp
         contracts = _contracts(scenario, entry, results, seed)
         if entry.name == BEST_STATIC:
             plain = entry.model_copy(update={"name": "static", "label": entry.shown})
-            # Steps of `partial` end at a heartbeat.
-            heartbeat_s = scenario.heartbeat_s if isinstance(scenario.schedule, PartialSpec) else NO_HEARTBEATS_S
-            unwatched = scenario.model_copy(update={"heartbeat_s": heartbeat_s})
+            unwatched = scenario.model_copy(update={"heartbeat_s": NO_HEARTBEATS_S})
             tasks += [ExperimentTask(unwatched, plain, fleet, contracts, seed) for fleet in tried(scenario, entry)]
         else:
             tasks += [

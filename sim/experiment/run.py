@@ -17,13 +17,12 @@ from rlhfless.scaling.policy import Ints, Policy, StepView
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.policies import POLICIES, PolicyError, PolicyKind, configured, policy_kind
+from rlhfless.sim.run import simulate
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
-from rlhfless.sim.selection import steps_of
-from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import ContractSpec, CostAwareSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import InputError, Problem
@@ -169,10 +168,8 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
         policy = clairvoyant(settings, terms, drawn)
     else:
         policy = kind.make(settings, terms)
-    simulation = Simulation(setup(scenario, layout, task.seed, reserved=kind.reserved), policy, prices)
-    for _ in steps_of(simulation, drawn):
-        on_step()
-    trace = simulation.close()
+    parts = setup(scenario, layout, task.seed, reserved=kind.reserved)
+    trace = simulate(parts, policy, prices, drawn, on_step=lambda _: on_step())
     supply = supply_of(scenario, layout, reserved=kind.reserved)
     figures = step_figures(trace, prices, supply)
     kept = (trace, tuple(drawn)) if task.traced else (None, ())

@@ -8,7 +8,7 @@ starts again takes as long to start as the run's own replicas.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -22,15 +22,14 @@ from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
+from rlhfless.sim.counted_prompts import AGAIN, CountedPrompt, batch_of
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.replay.calibrate import device_kind, max_sequences
 from rlhfless.sim.replay.fleet import RecordedFleet, epochs_of, learner_of, slot_setup_of, start_s_of
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.selection import AGAIN, as_begun, steps_of
 from rlhfless.sim.setup import ActorShape, Links, PrefixUse, ServiceShape, Setup, Transport
-from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import AsyncSpec, LearnerSpec, PartialSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.generation import USUAL_BATCH_TOKENS
 
@@ -92,22 +91,35 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
     )
 
 
-def steps_drawn(simulation: Simulation, trace: Trace, batches: Sequence[RolloutBatch]) -> None:
-    """Simulate the steps that learned from `batches`.
+def steps_drawn(setup: Setup, trace: Trace, batches: Sequence[RolloutBatch]) -> Sequence[RolloutBatch]:
+    """Return the batches of the simulated steps, from those that the run's steps learned from.
 
     Steps that defer groups start them as in the run, which started a group with the weights of its first token. Prompts
     then share no prefixes: the trace does not show which prefixes deferred groups share.
     """
-    schedule = simulation.setup.schedule
-    if isinstance(schedule, PartialSpec):
-        begun: dict[tuple[int, str], int] = {}
-        for row in trace.rollouts:
-            key = row.step, row.prompt_id
-            drawn = [WeightVersion.parse(span.version).step + 1 for span in row.version_spans[:1]]
-            begun[key] = min([begun.get(key, row.step), *drawn])
-        batches = as_begun(batches, begun)
-    for _ in steps_of(simulation, batches):
-        pass
+    if not isinstance(setup.schedule, PartialSpec):
+        return batches
+    begun: dict[tuple[int, str], int] = {}
+    for row in trace.rollouts:
+        key = row.step, row.prompt_id
+        drawn = [WeightVersion.parse(span.version).step + 1 for span in row.version_spans[:1]]
+        begun[key] = min([begun.get(key, row.step), *drawn])
+    return as_begun(batches, begun)
+
+
+def as_begun(learned: Sequence[RolloutBatch], begun: Mapping[tuple[int, str], int]) -> list[RolloutBatch]:
+    """Return the batches of the steps of a run of which only the learned groups are known.
+
+    They have these groups in the order of their starts. `begun`: the steps that started them, by step and prompt.
+    """
+    groups = [
+        (begun.get((batch.step, batch.prompt_ids[prompt.number]), batch.step), prompt)
+        for batch in learned
+        for prompt in CountedPrompt.all_of(batch)
+    ]
+    sequence = [prompt for _, prompt in sorted(groups, key=lambda pair: pair[0])]
+    ends = np.cumsum([batch.groups for batch in learned]).tolist()
+    return [batch_of(batch.step, sequence[end - batch.groups : end]) for batch, end in zip(learned, ends, strict=True)]
 
 
 def recorded_schedule(trace: Trace) -> ScheduleSpec:

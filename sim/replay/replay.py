@@ -26,8 +26,8 @@ from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, overhead_s, shared_s
 from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, setup_of, steps_drawn
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind
+from rlhfless.sim.run import simulate
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.statistics import LEAST_VALUES, mean_interval
 
 MOST_SCALED = 4.0
@@ -184,9 +184,7 @@ def replay(
     extrapolated = replace(other, kind=kind if kind != latency.device_kind else None)
     latency = on_kind(latency, kind)
     setup = setup_of(trace, latency, other)
-    simulation = Simulation(setup, chosen, prices)
-    steps_drawn(simulation, trace, [batches[record.step] for record in records])
-    simulated = simulation.close()
+    simulated = simulate(setup, chosen, prices, steps_drawn(setup, trace, [batches[record.step] for record in records]))
     again = {record.step: step for record, step in zip(records, one_after_another(simulated), strict=True)}
     cores = machine_cores(trace)
     steps = [

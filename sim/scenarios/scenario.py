@@ -169,7 +169,7 @@ class Scenario(SpecModel):
     """Number of runs per policy. All policies use the same seeds, so that runs can be compared in pairs."""
 
     schedule: ScheduleSpec = SyncSpec()
-    """Schedule, as in the spec of a run. Your own schedule is simulated by its maximum staleness."""
+    """Schedule, as in the spec of a run. Your own schedule runs as it does in a run."""
 
     placement: ScenarioPlacementSpec = ScenarioPlacementSpec()
     transport: TransportSpec = TransportSpec()

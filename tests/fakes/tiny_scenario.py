@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from datetime import date
 from typing import Any
 
@@ -11,16 +12,16 @@ import numpy as np
 from fakes.naive_engine import LinearModel
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import FunctionName, Invocation, Work
+from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import Usage, summarise
 from rlhfless.scaling.placement import Allocation, Device
-from rlhfless.scaling.policy import Policy
+from rlhfless.scaling.policy import Action, Assign, Event, FleetView, Policy, Start, StepBegan, StepView
 from rlhfless.scaling.prices import DevicePrice, PriceBook
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.generation import Generation
+from rlhfless.sim.run import LearnedStep, simulate
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios import Scenario
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
-from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import SyncSpec
 
 MODEL = LinearModel()
@@ -81,17 +82,73 @@ def setup_of(*actors: ActorShape, **changes: object) -> Setup:
     return Setup(actors, **(plain | changes))
 
 
-def one_step(setup: Setup, policy: Policy, batch: RolloutBatch) -> tuple[Simulation, Generation]:
-    simulation = Simulation(setup, policy, PRICES)
-    return simulation, simulation.step(batch)
+@dataclasses.dataclass(frozen=True)
+class PlayedStep:
+    """The samples that a step has generated, at its end, `[samples]`; `slot` is where each finished."""
+
+    whole: RolloutBatch
+    """The groups that it may learn from, with all their samples."""
+    batch: RolloutBatch
+    tokens: np.ndarray
+    slot: np.ndarray
+    start_s: np.ndarray
+    finish_s: np.ndarray
+    learned: tuple[int, ...]
+    """The groups of `whole` that it learned from."""
+
+    @classmethod
+    def of(cls, step: LearnedStep) -> PlayedStep:
+        table = step.progress.table
+        columns = (table.tokens, table.actor, table.sample["start_s"], table.finish_s)
+        return cls(step.batch, step.progress.batch, *(column.copy() for column in columns), step.groups)
+
+    @property
+    def end_s(self) -> float:
+        """When the last sample finished."""
+        return float(self.finish_s.max())
 
 
-def called(simulation: Simulation, work: Work) -> list[Invocation]:
-    return [call for call in simulation.ledger.invocations if call.work is work]
+def play(
+    setup: Setup, batches: Sequence[RolloutBatch], policy: Policy, prices: PriceBook = PRICES
+) -> tuple[Trace, list[PlayedStep]]:
+    """Simulate a run; return its trace, and the samples of each step."""
+    steps: list[PlayedStep] = []
+    trace = simulate(setup, policy, prices, batches, on_step=lambda step: steps.append(PlayedStep.of(step)))
+    return trace, steps
 
 
-def usage_of(simulation: Simulation, function: FunctionName) -> Usage:
-    return {row.name: row for row in summarise(simulation.close(), PRICES).functions}[function]
+def one_step(setup: Setup, policy: Policy, batch: RolloutBatch) -> tuple[Trace, PlayedStep]:
+    trace, (step,) = play(setup, [batch], policy)
+    return trace, step
+
+
+def fleet_seen(setup: Setup) -> FleetView:
+    """Return the fleet of a setup as a policy sees it at the start of the first step."""
+    seen: list[FleetView] = []
+
+    class Looks:
+        def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+            if not isinstance(event, StepBegan):
+                return ()
+            seen.append(view.fleet)
+            start = () if view.slots[0].state else (Start(0),)
+            return *start, Assign(0, np.arange(len(view.group)))
+
+    one_step(setup, Looks(), batch_of([(5, [1])]))
+    return seen[0]
+
+
+def repeated(batch: RolloutBatch, steps: int) -> list[RolloutBatch]:
+    """Return the batch of each step, from 1."""
+    return [dataclasses.replace(batch, step=step) for step in range(1, steps + 1)]
+
+
+def called(trace: Trace, work: Work) -> list[Invocation]:
+    return sorted((call for call in trace.invocations if call.work is work), key=lambda call: call.start_s)
+
+
+def usage_of(trace: Trace, function: FunctionName) -> Usage:
+    return {row.name: row for row in summarise(trace, PRICES).functions}[function]
 
 
 def batch_of(groups: list[tuple[int, list[int]]], prefixes: PrefixTree | None = None) -> RolloutBatch:

@@ -164,7 +164,7 @@ async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> 
     ("asked", "fault"),
     [
         (lambda fleet: fleet.release(1, 3), "slot 1 is released, and has no actor"),
-        (lambda fleet: fleet.release(3, 3), "the learner's, which keeps the run's state"),
+        (lambda fleet: fleet.release(3, 3), "its learner keeps the run's state"),
         (lambda fleet: fleet.start(0, None, 3), r"slot 0 is asked to start, and has an actor \(serving\)"),
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.objects import PlannedCost, PlannedSchedule
-from rlhfless.prediction import simulated
 from rlhfless.prediction.schedules import schedules_of
 from rlhfless.prediction.simulated import Lengths, Predicted, _schedule
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, RunSpec, SyncSpec
@@ -158,20 +157,3 @@ def test_a_prediction_overlaps_only_where_the_learner_has_devices_of_its_own() -
     assert _schedule(together.spec) == SyncSpec()
     partial = question(placement={"mode": "colocated"}, schedule="partial")
     assert _schedule(partial.spec) == PartialSpec(), "which overlaps nothing"
-
-
-@pytest.mark.parametrize(("schedule", "heartbeats"), [("sync", False), ("partial", True)])
-def test_steps_that_end_with_enough_groups_are_predicted_with_the_beats_at_which_they_end(
-    schedule: str, heartbeats: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: dict[str, Any] = {}
-
-    def scenario(*asked: Any) -> Any:
-        measured.update(asked[4])
-        raise ValueError("far enough")
-
-    monkeypatch.setattr(simulated, "_engine", lambda *_: {})
-    monkeypatch.setattr(simulated, "_scenario", scenario)
-    with pytest.raises(ValueError, match="far enough"):
-        simulated.predicted(question(schedule=schedule), {}, LENGTHS, None, quick=True)
-    assert ("heartbeat_s" not in measured) == heartbeats

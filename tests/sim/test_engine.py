@@ -335,7 +335,7 @@ def two_steps(first: RolloutBatch, second: RolloutBatch, shape: EngineShape, eng
     pool = EnginePool(shape, PRICES, rows[0].table, range(engines))
     opened = []
     for batch, of in zip(batches, rows, strict=True):
-        progress = StepProgress(batch, 0.0, of)
+        progress = StepProgress(batch, of)
         for slot in range(engines):
             engine = pool.open(slot, progress, 0.0, 1.0 + 0.1 * slot)
             engine.submit(everything(batch)[slot::engines], 0.0)

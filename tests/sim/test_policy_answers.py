@@ -12,18 +12,21 @@ from fakes.naive_engine import LinearModel
 from fakes.tiny_scenario import (
     LEARNER,
     MODEL,
-    PRICES,
     SERVING_S,
     actor,
     batch_of,
+    fleet_seen,
     on,
     one_step,
+    play,
+    repeated,
     setup_of,
     slot_setup,
 )
 from fakes.views import Evenly, Scripted
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (
     Action,
@@ -38,12 +41,12 @@ from rlhfless.scaling.policy import (
     StepBegan,
     StepView,
 )
-from rlhfless.sim.fleet import SimulationError
-from rlhfless.sim.view import fleet_view
+from rlhfless.sim.strict import SimulationError
 
 
 def test_what_a_policy_sees() -> None:
-    """Tokens as they are drawn, at every beat; the end of a response only once it is there; and nothing to write to."""
+    """Tokens as they are generated, at every heartbeat from the step's start on; the end of a response only once it is
+    there; and nothing to write to."""
     seen: list[tuple[float, int, bool, bool]] = []
 
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
@@ -55,28 +58,16 @@ def test_what_a_policy_sees() -> None:
         return ()
 
     batch = dataclasses.replace(batch_of([(5, [200])]), truncated=np.array([True]))
-    _, generation = one_step(setup_of(actor(0)), Scripted(answer), batch)
+    _, step = one_step(setup_of(actor(0)), Scripted(answer), batch)
     begun_s = SERVING_S + MODEL.prefill_s(5)
     for at_s, tokens, finished, truncated in seen[:-1]:
         assert not finished
         assert not truncated
         drawn = [k for k in range(200) if begun_s + decode_s(MODEL, 1, 6, k) <= at_s]
         assert tokens == len(drawn)
-    assert seen[-1] == (generation.end_s, 200, True, True)
+    assert seen[-1] == (step.end_s, 200, True, True)
     assert len(seen) > 10
     assert all(at_s == pytest.approx(0.5 * (i + 1)) for i, (at_s, *_) in enumerate(seen[:-1]))
-
-
-def test_who_serves_from_one_instant_on_is_seen_before_the_first_is_told() -> None:
-    told: list[tuple[int, list[ReplicaState | None]]] = []
-
-    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        if isinstance(event, Serving):
-            told.append((event.slot, [view.slots[slot].state for slot in (0, 1)]))
-        return ()
-
-    one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch_of([(5, [20]), (5, [20])]))
-    assert told == [(slot, [ReplicaState.SERVING] * 2) for slot in (0, 1)]
 
 
 def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
@@ -95,18 +86,18 @@ def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
 def test_live_fleet_as_a_policy_sees_them() -> None:
     eight = Allocation.of([Device(f"h100-{i}", "h100", i) for i in range(8)])
     setup = setup_of(actor(0), actor(1), learner=on(LEARNER, slot_setup(0, allocation=eight)))
-    view = fleet_view(setup, PRICES)
+    view = fleet_seen(setup)
     assert view.generation() == (0, 1)
     assert [replica_slot.function for replica_slot in view.replica_slots[2:]] == [
         FunctionName.SCORING,
         FunctionName.LEARNER,
     ]
-    assert (view.load_s, view.move_s, view.heartbeat_s, view.max_tokens) == (pytest.approx(0.3), 0.01, 0.5, 200)
+    assert (view.load_s, view.move_s, view.heartbeat_s, view.max_tokens) == (pytest.approx(0.3), MOVE_S.value, 0.5, 200)
     first, learner = view.replica_slots[0], view.replica_slots[3]
     # The learner is never released, and so its devices are paid for, whatever else is on them.
     assert (first.start_s, first.usd_per_s, view.replica_slots[1].usd_per_s, learner.usd_per_s) == (2.0, 0.0, 0.0, 0.0)
     assert view.kept_usd_per_s == pytest.approx(8 * 0.001)
-    apart = fleet_view(setup_of(actor(0), actor(1), learner=on(LEARNER, slot_setup(2))), PRICES)
+    apart = fleet_seen(setup_of(actor(0), actor(1), learner=on(LEARNER, slot_setup(2))))
     assert [slot.usd_per_s for slot in apart.replica_slots[:2]] == pytest.approx([0.001, 0.001])
     assert apart.kept_usd_per_s == pytest.approx(0.001)
     assert first.engine.kv_capacity_tokens == 240
@@ -117,9 +108,10 @@ def test_live_fleet_as_a_policy_sees_them() -> None:
 @pytest.mark.parametrize(
     ("action", "reason"),
     [
-        (Start(0), r"slot 0 \(generation\) is serving already"),
+        (Start(0), r"slot 0 is asked to start, and has an actor \(serving\)"),
         (Start(7), "there is no slot 7; the fleet has the slots 0 to 3"),
-        (Release(3), r"slot 3 \(learner\) has no replica to Release"),
+        (Release(7), "there is no slot 7"),
+        (Release(3), "slot 3 is released, and its learner keeps the run's state"),
         (Release(0), "slot 0 is released with 1 samples; Move them first"),
         (Assign(1, np.array([0])), "sample 0, given to slot 1, has ended or has a slot; Move it"),
         (Move(0, 3, np.array([0])), "slot 3 generates no samples; generation has the slots 0 to 1"),
@@ -161,6 +153,5 @@ def test_a_policy_sees_how_long_it_waits_for_nodes_that_have_to_come() -> None:
             seen.append([slot.reacquire_s for slot in view.fleet.replica_slots[:2]])
         return ()
 
-    simulation, _ = one_step(setup_of(actor(1), actor(2)), Scripted(answer), batch_of([(5, [20]), (5, [20])]))
-    simulation.step(dataclasses.replace(batch_of([(5, [20]), (5, [20])]), step=2))
+    play(setup_of(actor(1), actor(2)), repeated(batch_of([(5, [20]), (5, [20])]), 2), Scripted(answer))
     assert seen == [[5.0, 5.0], [0.0, 0.0]]

@@ -53,8 +53,8 @@ def setup(actors: int = 2, **changes: object) -> Setup:
 
 
 def metrics_of(setup: Setup, batch: RolloutBatch, policy: Evenly | None = None) -> dict[str, float]:
-    simulation, _ = one_step(setup, policy or Evenly(), batch)
-    return dict(simulation.close().steps[0].metrics)
+    trace, _ = one_step(setup, policy or Evenly(), batch)
+    return dict(trace.steps[0].metrics)
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -63,17 +63,17 @@ def test_each_actor_computes_the_prefix_once_by_hand(planned: bool) -> None:
     of each sample the last 4."""
     batch = behind_one_prefix(4, 2)
     changed = setup(prefixes=PrefixUse(planned=planned))
-    simulation, generation = one_step(changed, Evenly(), batch)
-    metrics = simulation.close().steps[0].metrics
+    trace, step = one_step(changed, Evenly(), batch)
+    metrics = trace.steps[0].metrics
     assert metrics["prompt_tokens_computed/generation"] == 2 * SHARED + 4 * 4 + 8 * 4
     assert metrics["prompt_tokens_unique/generation"] == SHARED + 4 * OWN
     assert metrics["prompt_tokens_computed/learner"] == 8 * (SHARED + OWN)
     assert metrics["prefix_tokens_evicted"] == 0
-    calls = called(simulation, Work.PRECOMPUTE)
+    calls = called(trace, Work.PRECOMPUTE)
     assert [call.input_tokens - call.cached_tokens for call in calls] == [SHARED] * (2 if planned else 0)
     for call in calls:
         assert call.duration_s == pytest.approx(LINKS.move_s + MODEL.prefill_s(SHARED))
-    first = min(generation.progress.table.sample["start_s"])
+    first = min(step.start_s)
     assert not calls or first >= calls[0].end_s
 
 
@@ -94,10 +94,10 @@ class Late(Evenly):
 
 
 def test_an_actor_that_takes_a_tail_computes_the_prefix_first() -> None:
-    simulation, _ = one_step(setup(prefixes=PrefixUse(planned=True)), Late(), behind_one_prefix(4, 2, 150))
-    first, second = called(simulation, Work.PRECOMPUTE)
+    trace, _ = one_step(setup(prefixes=PrefixUse(planned=True)), Late(), behind_one_prefix(4, 2, 150))
+    first, second = called(trace, Work.PRECOMPUTE)
     assert (first.input_tokens, first.cached_tokens) == (SHARED, 0)
-    assert (second.replica, second.input_tokens, second.cached_tokens) == ("generation-1", SHARED, 0)
+    assert (second.replica, second.input_tokens, second.cached_tokens) == ("simulated-generation-1", SHARED, 0)
     assert second.duration_s == pytest.approx(LINKS.move_s + MODEL.prefill_s(SHARED))
 
 
@@ -108,13 +108,13 @@ def test_reference_and_learner_compute_it_once_by_hand() -> None:
     alone = dataclasses.replace(on(REFERENCE, slot_setup(8)), token_s=1e-4)
     off = setup(services=(SCORING, alone))
     shared = dataclasses.replace(off, prefixes=PrefixUse(planned=True, forward=SharedForward(10_000)))
-    simulation, _ = one_step(shared, Evenly(), batch)
-    (learned,) = called(simulation, Work.LEARN)
+    trace, _ = one_step(shared, Evenly(), batch)
+    (learned,) = called(trace, Work.LEARN)
     fed = 8 * (SHARED + OWN + 20)
     assert (learned.input_tokens, learned.cached_tokens) == (fed, 7 * SHARED)
     computed = fed - learned.cached_tokens
     assert learned.duration_s == pytest.approx(LEARNER.fixed_s + LEARNER.learn_token_s * computed)
-    metrics = simulation.close().steps[0].metrics
+    metrics = trace.steps[0].metrics
     assert metrics["prompt_tokens_computed/learner"] == SHARED + 8 * OWN
     assert SHARED + 8 * OWN <= metrics["prompt_tokens_computed/reference"] <= 4 * (SHARED + 2 * OWN)
     assert metrics_of(off, batch)["prompt_tokens_computed/reference"] == 8 * (SHARED + OWN)

@@ -15,12 +15,18 @@ from fakes.tiny_scenario import (
     LINKS,
     MODEL,
     PRICES,
+    REFERENCE,
     SERVING_S,
     SLEEP_S,
+    WAKE_S,
     actor,
     batch_of,
+    called,
+    fleet_seen,
     on,
     one_step,
+    play,
+    repeated,
     setup_of,
     slot_setup,
     usage_of,
@@ -43,27 +49,24 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.replay.recorded import steps_ahead
-from rlhfless.sim.service_work import first_come_first_served
 from rlhfless.sim.setup import ServiceShape
-from rlhfless.sim.simulation import Simulation
-from rlhfless.sim.view import fleet_view
+from rlhfless.sim.strict import SimulationError
 
 
 def test_one_step_by_hand() -> None:
     policy = Evenly()
-    simulation, generation = one_step(setup_of(actor(0)), policy, batch_of([(5, [3])]))
+    trace, step = one_step(setup_of(actor(0)), policy, batch_of([(5, [3])]))
     drawn_s = SERVING_S + MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 2)
     scored_s = drawn_s + 0.004  # scoring starts in no time, on the actor's node
     end_s = scored_s + 1.0 + 0.2 + 0.001 * 8 + 0.05  # the learner starts when it is wanted
-    assert generation.progress.table.finish_s == pytest.approx([drawn_s], rel=1e-9)
-    assert simulation.ledger.steps[0].end_s == pytest.approx(end_s, rel=1e-9)
+    assert step.finish_s == pytest.approx([drawn_s], rel=1e-9)
+    assert trace.steps[0].end_s == pytest.approx(end_s, rel=1e-9)
     events = [(at_s, event) for at_s, event in policy.seen if not isinstance(event, Heartbeat)]
-    assert [event for _, event in events[:-1]] == [StepBegan(), Serving(0), Generated(), Idle(1), Idle(2)]
+    assert [event for _, event in events[:-1]] == [StepBegan(), Serving(0), Generated(), Idle(1)]
     assert isinstance(events[-1][1], StepEnded)
-    assert [at_s for at_s, _ in events] == pytest.approx([0.0, SERVING_S, drawn_s, scored_s, end_s, end_s])
-    summary = summarise(simulation.close(), PRICES)
+    assert [at_s for at_s, _ in events] == pytest.approx([0.0, SERVING_S, drawn_s, scored_s, end_s])
+    summary = summarise(trace, PRICES)
     usage = {row.name: row for row in summary.functions}[FunctionName.GENERATION]
     assert usage.cold_device_s == pytest.approx(2.0)  # the node's five seconds are not billed
     assert usage.busy_device_s == pytest.approx(0.3 + drawn_s - SERVING_S)
@@ -72,17 +75,19 @@ def test_one_step_by_hand() -> None:
 
 
 def test_a_start_ahead_of_time() -> None:
-    """The learner is up when it is wanted; what was asked for later, or again, is void."""
+    """The reference is up when it is wanted; the latest request for a time counts, and one for a replica that is up is
+    void."""
 
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        return (Start(2, 6.0), Start(2, 6.5), Start(0, 1.0)) if isinstance(event, StepBegan) else ()
+        return (Start(1, 6.5), Start(1, 6.0), Start(0, 1.0)) if isinstance(event, StepBegan) else ()
 
-    simulation, generation = one_step(setup_of(actor(0)), Scripted(answer), batch_of([(5, [3])]))
-    end_s = generation.end_s + 0.004 + 0.2 + 0.008 + 0.05
-    assert simulation.ledger.steps[0].end_s == pytest.approx(end_s)
-    learner = usage_of(simulation, FunctionName.LEARNER)
-    assert (learner.cold_device_s, learner.cold_starts) == (pytest.approx(1.0), 1)
-    assert learner.provisioned_device_s == pytest.approx(end_s - 6.0)
+    where = slot_setup(8, start_s=0.7, node=0)
+    trace, step = one_step(setup_of(actor(0), services=(on(REFERENCE, where),)), Scripted(answer), batch_of([(5, [3])]))
+    end_s = step.end_s + 0.01 + 1.0 + 0.2 + 0.008 + 0.05
+    assert trace.steps[0].end_s == pytest.approx(end_s)
+    reference = usage_of(trace, FunctionName.REFERENCE)
+    assert (reference.cold_device_s, reference.cold_starts) == (pytest.approx(0.7), 1)
+    assert reference.provisioned_device_s == pytest.approx(end_s - 6.0)
 
 
 def test_each_node_but_the_learners_pulls_the_weights_once_and_one_after_the_other() -> None:
@@ -91,25 +96,22 @@ def test_each_node_but_the_learners_pulls_the_weights_once_and_one_after_the_oth
     actors = [on(actor(device), slot_setup(device, node=node)) for device, node in enumerate(nodes)]
     pulled = dataclasses.replace(FOLDER, home="node-0", pull_bytes_per_s=5e8)
     setup = dataclasses.replace(setup_of(*actors), transport=pulled, warm=True, node_s=0.0)
-    simulation, _ = one_step(setup, Evenly(), batch_of([(5, [200] * len(nodes))]))
-    loads = [call for call in simulation.ledger.invocations if call.work is Work.LOAD_WEIGHTS]
+    trace, _ = one_step(setup, Evenly(), batch_of([(5, [200] * len(nodes))]))
+    loads = called(trace, Work.LOAD_WEIGHTS)
     assert [call.duration_s for call in sorted(loads, key=lambda call: call.replica)] == pytest.approx(
         [0.3, 0.3, 0.7, 0.7, 1.1]
     )
-    assert fleet_view(setup, PRICES).load_s == pytest.approx(2 * 0.4 + 0.3)
+    assert fleet_seen(setup).load_s == pytest.approx(2 * 0.4 + 0.3)
 
 
 def test_steps_that_are_drawn_ahead_overlap_and_need_devices_of_their_own() -> None:
     slow = dataclasses.replace(LEARNER, fixed_s=4.0)
-    batches = [dataclasses.replace(batch_of([(5, [200])]), step=step) for step in (1, 2, 3)]
+    batches = repeated(batch_of([(5, [200])]), 3)
     ends = {}
     for ahead in (0, 1, 2):
         policy = Evenly()
-        simulation = Simulation(setup_of(actor(0), learner=slow, schedule=steps_ahead(ahead)), policy, PRICES)
-        for batch in batches:
-            simulation.step(batch)
-        simulation.close()
-        ends[ahead] = [record.end_s for record in simulation.ledger.steps]
+        trace, _ = play(setup_of(actor(0), learner=slow, schedule=steps_ahead(ahead)), batches, policy)
+        ends[ahead] = [record.end_s for record in trace.steps]
         times = [at_s for at_s, _ in policy.seen]
         assert times == sorted(times)
     generate_s = MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 199)
@@ -130,11 +132,9 @@ def test_the_next_step_is_drawn_though_the_last_one_was_looked_at_further_ahead(
         return (Start(2, 20.0),) if isinstance(event, StepBegan) and view.step == 1 else ()
 
     rarely = setup_of(actor(0), links=dataclasses.replace(LINKS, heartbeat_s=100.0))
-    simulation, batch = Simulation(rarely, Scripted(answer), PRICES), batch_of([(5, [3])])
-    for step in (1, 2):
-        simulation.step(dataclasses.replace(batch, step=step))
+    trace, _ = play(rarely, repeated(batch_of([(5, [3])]), 2), Scripted(answer))
     drawn_s = 0.3 + MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 2)
-    second = simulation.ledger.steps[1]
+    second = trace.steps[1]
     assert second.end_s - second.start_s == pytest.approx(drawn_s + 0.004 + 0.2 + 0.008 + 0.05, rel=1e-9)
 
 
@@ -148,31 +148,22 @@ def test_a_run_that_is_under_way_begins_warm_and_keeps_its_fewest_actors(fewest:
 
     batch = batch_of([(5, [20]), (5, [20])])
     warm = dataclasses.replace(setup_of(actor(0), actor(1)), node_s=0.0, warm=True, fewest_actors=fewest)
-    simulation = Simulation(warm, Scripted(answer), PRICES)
-    for step in (1, 2):
-        simulation.step(dataclasses.replace(batch, step=step))
-    first, second = simulation.ledger.steps
+    trace, _ = play(warm, repeated(batch, 2), Scripted(answer))
+    first, second = trace.steps
     drawn_s = MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 19)
     assert first.metrics["generation_s"] == pytest.approx((2.0 if fewest else 0.0) + 0.3 + drawn_s)
     assert second.metrics["generation_s"] == pytest.approx(2.0 + 0.3 + drawn_s)
-    holdings = simulation.close().holdings
-    assert len({row.incarnation for row in holdings if row.replica == "generation-0"}) == 2
-    assert len({row.incarnation for row in holdings if row.replica == "generation-1"}) == (1 if fewest else 2)
-    learner_s = min(row.start_s for row in holdings if row.replica.startswith("learner"))
+    lives = [{row.incarnation for row in trace.holdings if row.device == f"h100-{device}"} for device in (0, 1)]
+    assert [len(each) for each in lives] == ([2, 1] if fewest else [2, 2])
+    learner_s = min(row.start_s for row in trace.holdings if row.function == FunctionName.LEARNER)
     assert learner_s == 0.0
-
-
-def test_first_come_first_served_by_hand() -> None:
-    """Jobs within 30 ms of each other are one call."""
-    spans = first_come_first_served(np.array([0.0, 1.0, 5.0, 6.02]), np.array([2.0, 1.0, 1.0, 1.0]))
-    assert spans == [(0.0, 3.0), (5.0, pytest.approx(7.02))]
 
 
 def test_decisions_are_in_the_trace() -> None:
     decision = Decision(1, 0.0, "plan", "one actor", {"samples": 1})
     policy = Scripted(lambda at_s, event, view: (Note(decision),) if isinstance(event, StepBegan) else ())
-    simulation, _ = one_step(setup_of(actor(0)), policy, batch_of([(5, [3])]))
-    assert simulation.close().decisions == (decision,)
+    trace, _ = one_step(setup_of(actor(0)), policy, batch_of([(5, [3])]))
+    assert decision in trace.decisions
 
 
 CRITIC = ServiceShape(
@@ -190,11 +181,11 @@ def test_a_critic_learns_before_the_learner_by_hand() -> None:
     """On a device of its own: it starts at the first complete group, and stays."""
     setup = setup_of(actor(0), services=(CRITIC,))
     assert setup.roles == (FunctionRole.SAMPLES, FunctionRole.UPDATES, FunctionRole.UPDATES)
-    simulation, _ = one_step(setup, Evenly(), batch_of([(5, [3])]))
+    trace, _ = one_step(setup, Evenly(), batch_of([(5, [3])]))
     drawn_s = SERVING_S + MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 2)
     valued_s = drawn_s + 0.5 + 0.01
-    updated_s = valued_s + 0.3 + 0.002 * 8
-    calls = [call for call in simulation.ledger.invocations if call.function in ("critic", "learner")]
+    updated_s = valued_s + 1.0 + 0.3 + 0.002 * 8  # the learner starts before all updates
+    calls = sorted((c for c in trace.invocations if c.function in ("critic", "learner")), key=lambda call: call.start_s)
     assert [(call.function, call.work) for call in calls] == [
         ("critic", Work.LOGPROBS),
         ("critic", Work.LEARN),
@@ -202,8 +193,8 @@ def test_a_critic_learns_before_the_learner_by_hand() -> None:
         ("learner", Work.PUBLISH),
     ]
     assert [call.end_s for call in calls[:2]] == pytest.approx([valued_s, updated_s], rel=1e-9)
-    assert calls[2].start_s == pytest.approx(updated_s + 1.0, rel=1e-9)  # the learner starts when it is wanted
-    step = simulation.ledger.steps[0]
+    assert calls[2].start_s == pytest.approx(updated_s, rel=1e-9)
+    step = trace.steps[0]
     assert step.metrics["prompt_tokens_computed/critic"] == step.metrics["prompt_tokens_unique/critic"] == 10.0
     assert step.metrics["prompt_tokens_computed/learner"] == 5.0
 
@@ -213,12 +204,12 @@ def test_passes_over_a_batch_by_hand() -> None:
     critic = dataclasses.replace(CRITIC, epochs=3)
     learner = dataclasses.replace(LEARNER, epochs=2, evaluate_token_s=0.004)
     setup = dataclasses.replace(setup_of(actor(0), services=(critic,)), learner=learner)
-    simulation, _ = one_step(setup, Evenly(), batch_of([(5, [3])]))
-    spent_s = {(c.function, c.work): c.duration_s for c in simulation.ledger.invocations}
+    trace, _ = one_step(setup, Evenly(), batch_of([(5, [3])]))
+    spent_s = {(c.function, c.work): c.duration_s for c in trace.invocations}
     assert spent_s["critic", Work.LEARN] == pytest.approx(0.3 + 3 * 0.002 * 8)
     assert spent_s["learner", Work.LEARN] == pytest.approx(LEARNER.fixed_s + 2 * LEARNER.learn_token_s * 8)
     assert spent_s["learner", Work.EVALUATE] == pytest.approx(0.004 * 8), "once, before the first pass"
-    metrics = simulation.ledger.steps[0].metrics
+    metrics = trace.steps[0].metrics
     assert metrics["prompt_tokens_computed/critic"] == metrics["prompt_tokens_unique/critic"] == (1 + 3) * 5
     assert metrics["prompt_tokens_computed/learner"] == metrics["prompt_tokens_unique/learner"] == 2 * 5
 
@@ -226,11 +217,9 @@ def test_passes_over_a_batch_by_hand() -> None:
 def test_critic_and_learner_take_turns_on_one_device() -> None:
     where = LEARNER.slot_setup
     setup = setup_of(actor(0), services=(on(CRITIC, dataclasses.replace(where, start_s=0.5)),))
-    simulation = Simulation(setup, Evenly(), PRICES)
-    for number in (1, 2):
-        simulation.step(dataclasses.replace(batch_of([(5, [3])]), step=number))
-    trace = simulation.close()
-    calls = sorted((c for c in trace.invocations if c.function in ("critic", "learner")), key=lambda call: call.start_s)
+    trace, _ = play(setup, repeated(batch_of([(5, [3])]), 2), Evenly())
+    calls = called(trace, Work.LOGPROBS) + called(trace, Work.LEARN)
+    calls = sorted(calls, key=lambda call: call.start_s)
     assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(calls))
     assert [(call.step, call.function) for call in calls if call.work is Work.LEARN] == [
         (1, "critic"),
@@ -239,13 +228,13 @@ def test_critic_and_learner_take_turns_on_one_device() -> None:
         (2, "learner"),
     ]
     wakes_s = calls[2].start_s - calls[1].end_s
-    assert wakes_s == pytest.approx(SLEEP_S + 1.0, rel=1e-6), "the critic falls asleep, and the learner starts"
+    assert wakes_s == pytest.approx(SLEEP_S + WAKE_S, rel=1e-6), "the critic falls asleep, and the learner wakes"
 
 
 def test_a_critic_cannot_be_released() -> None:
     class Releases(Evenly):
         def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-            return [Release(1)] if isinstance(event, Idle) else super().decide(at_s, event, view)
+            return [Release(1)] if isinstance(event, Generated) else super().decide(at_s, event, view)
 
-    with pytest.raises(SimulationError, match=r"slot 1 \(critic\) keeps the run's state"):
+    with pytest.raises(SimulationError, match="slot 1 is released, and its critic keeps the run's state"):
         one_step(setup_of(actor(0), services=(CRITIC,)), Releases(), batch_of([(5, [3])]))

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from fakes.repository import SCENARIOS
-from fakes.tiny_scenario import scenario
-from rlhfless.scaling.placement import Allocation, Device
+from fakes.tiny_scenario import actor, batch_of, play, repeated, scenario, setup_of
+from fakes.views import Evenly, Scripted
+from rlhfless.scaling.policy import Action, Event, Generated, Release, StepView
 from rlhfless.scaling.prices import RentalTerms
+from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.figures import unheld_usd
 from rlhfless.sim.experiment.run import FleetShape, layout_of, supply_of
-from rlhfless.sim.fleet import Devices
 from rlhfless.sim.scenarios import Scenario, load_scenario
 from rlhfless.sim.scenarios.build import price_book
 from rlhfless.sim.scenarios.cluster import BillingTermsSpec
 from rlhfless.sim.scenarios.scenario import CheapestContract, MultipleOf, PolicyEntry
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
-from rlhfless.sim.setup import SlotSetup
+from rlhfless.sim.virtual_loop import run_virtual
+from rlhfless.util.clock import unix_s
 
 STATIC, OURS = "static_colocated", "cost_aware"
 TERMS: dict[str, dict[str, Any]] = {
@@ -63,17 +67,27 @@ def test_ours_is_never_worse_than_static(name: str, terms: str) -> None:
 
 
 def test_a_device_is_there_again_after_a_while_unless_it_is_still_paid_for() -> None:
-    slot_setup = SlotSetup(Allocation.of((Device("gpu-0", "h100", 0),)), "node", 1.0)
-    devices = Devices([slot_setup], RentalTerms(granularity_s=60.0, reacquire_s=30.0))
-    assert devices.gone(0, 0.0) == (False, False)  # it was never given back
-    devices.take(0, 0.0)
-    devices.give(0, 50.0)
-    assert devices.gone(0, 59.0) == (False, False)
-    assert devices.gone(0, 61.0) == (True, True)
-    devices.take(0, 59.0)  # the lease of 0 s goes on
-    devices.give(0, 100.0)
-    assert devices.gone(0, 119.0) == (False, False)
-    assert devices.gone(0, 121.0) == (True, True)
+    """Leases are paid for in whole minutes. Each row: how long the device is away, and the wait for it."""
+    terms = RentalTerms(granularity_s=60.0, reacquire_s=30.0)
+    setup = setup_of(actor(0), terms=terms, node_s=0.0)
+    allocation = setup.actors[0].slot_setup.allocation
+
+    async def waits_s(devices: SimulatedDevices) -> list[float]:
+        waits = []
+        for held_s, away_s in ((50.0, 9.0), (41.0, 19.0), (50.0, 13.0), (1.0, 1.0)):
+            asked_s = unix_s()
+            await devices.acquire(allocation, "actor", lambda _: None)
+            waits.append(unix_s() - asked_s)
+            await asyncio.sleep(held_s)
+            await devices.release("actor")
+            await asyncio.sleep(away_s)
+        return waits
+
+    async def run() -> list[float]:
+        return await waits_s(SimulatedDevices(setup))
+
+    # The lease of 0 s goes on at 59 s and at 119 s. At 182 s it has ended.
+    assert run_virtual(run()) == pytest.approx([0.0, 0.0, 0.0, 30.0])
 
 
 def test_leases_by_hand() -> None:
@@ -86,13 +100,17 @@ def test_leases_by_hand() -> None:
 
 
 def test_the_wait_for_a_device_delays_a_policy_that_gives_it_back() -> None:
-    ends = []
+    def gives_back(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        return (Release(0),) if isinstance(event, Generated) else ()
+
+    ends_s: dict[str, list[float]] = {"keeps": [], "gives back": []}
     for reacquire_s in (0.0, 20.0):
-        one = scenario(policies=[{"name": "queue_reactive_knative"}, {"name": STATIC}])
-        found = compare(with_terms(one, reacquire_s=reacquire_s))
-        ends.append([found.results[label][0].time_s for label in found.results])
-    assert ends[1][0] > ends[0][0] + 20.0
-    assert ends[1][1] == ends[0][1]  # static keeps its devices
+        setup = setup_of(actor(0), terms=RentalTerms(reacquire_s=reacquire_s))
+        for name, policy in (("keeps", Evenly()), ("gives back", Scripted(gives_back))):
+            trace, _ = play(setup, repeated(batch_of([(5, [20])]), 2), policy)
+            ends_s[name].append(trace.steps[-1].end_s)
+    assert ends_s["gives back"][1] == pytest.approx(ends_s["gives back"][0] + 20.0)
+    assert ends_s["keeps"][1] == ends_s["keeps"][0]
 
 
 def test_a_reserved_fleet_is_rounded_once() -> None:

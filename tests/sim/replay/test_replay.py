@@ -163,12 +163,15 @@ def lose(trace: Trace, name: str, after_step: int, successor: str, device: str |
 def test_successors_of_lost_replicas_have_their_place(with_losses: Path) -> None:
     """Shares of all that ever were on a core add up to 1.5; the replay is the one of the run without losses."""
     whole, drawn = read_trace(with_losses), read_runtime(with_losses)
-    broken = lose(whole, "generation-0", 2, "generation-2")
+    broken = lose(whole, "simulated-generation-0", 2, "generation-2")
     broken = lose(broken, "generation-2", 5, "generation-10")
-    broken = lose(broken, "scoring-2", 3, "scoring-7")
+    broken = lose(broken, "simulated-scoring-0", 3, "scoring-7")
     fleet = RecordedFleet(broken)
     assert len(fleet.actors) == 2
-    assert [fleet.slot_of(name, whole.steps[-1].end_s) for name in ("generation-10", "generation-1")] == [0, 1]
+    assert [fleet.slot_of(name, whole.steps[-1].end_s) for name in ("generation-10", "simulated-generation-1")] == [
+        0,
+        1,
+    ]
     for again, unbroken in zip(replay(broken, drawn).steps, replay(whole, drawn).steps, strict=True):
         assert again.predicted_s == pytest.approx(unbroken.predicted_s)
     assert best_static(broken, drawn) == pytest.approx(best_static(whole, drawn))
@@ -176,7 +179,7 @@ def test_successors_of_lost_replicas_have_their_place(with_losses: Path) -> None
 
 def test_an_actor_that_came_back_elsewhere_has_the_free_place(with_losses: Path) -> None:
     """Also under its own name, which a later attempt of a run gives again."""
-    broken = lose(read_trace(with_losses), "generation-0", 4, "generation-0", device="cpu-9")
+    broken = lose(read_trace(with_losses), "simulated-generation-0", 4, "simulated-generation-0", device="cpu-9")
     again = replay(broken, read_runtime(with_losses))
     assert len(RecordedFleet(broken).actors) == 2
     assert again.errors[-1].error < 0.05
@@ -370,7 +373,8 @@ def test_a_run_is_replayed_in_its_own_schedule(one_actor: Path, latency: Latency
 
 
 def test_a_run_that_drew_several_steps_at_once_is_replayed_so(one_actor: Path, latency: LatencyFile) -> None:
-    """The tail of a step is filled by the next ones, so all steps end sooner than one after the other."""
+    """The tail of a step is filled by the next ones. Where weights are loaded between rollouts, only steps of the same
+    version are generated at once, so all steps end later."""
     trace, drawn = read_trace(one_actor), read_runtime(one_actor)
     whole_s = {}
     for in_flight in (False, True):
@@ -378,4 +382,4 @@ def test_a_run_that_drew_several_steps_at_once_is_replayed_so(one_actor: Path, l
         told = replace(trace, meta=replace(trace.meta, spec={**trace.meta.spec, "schedule": schedule}))
         steps = replay(told, drawn, latency).steps
         whole_s[in_flight] = sum(step.predicted_s["step"] for step in steps)
-    assert whole_s[True] < 0.95 * whole_s[False]
+    assert whole_s[True] < 0.97 * whole_s[False]
