@@ -191,6 +191,8 @@ def test_a_critic_learns_before_the_learner_by_hand() -> None:
         ("critic", Work.LEARN),
         ("learner", Work.LEARN),
         ("learner", Work.PUBLISH),
+        ("critic", Work.CHECKPOINT),  # of the last step, in no time
+        ("learner", Work.CHECKPOINT),
     ]
     assert [call.end_s for call in calls[:2]] == pytest.approx([valued_s, updated_s], rel=1e-9)
     assert calls[2].start_s == pytest.approx(updated_s, rel=1e-9)
