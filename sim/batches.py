@@ -71,7 +71,8 @@ class CountedBatches:
 
     def key(self, group: Any) -> Hashable:
         """See Batches."""
-        return group.number
+        number: int = group.number
+        return number
 
     def described(self, experience: Experience) -> str:
         """See Batches."""

@@ -17,7 +17,7 @@ from rlhfless.records import Probe, PublishedWeights, SleepTier, Slept, WeightVe
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.faults import NO_FAULTS, DrawnFaults, SimulatedFaults
-from rlhfless.sim.setup import ActorShape, LearnerShape, ServiceShape, Setup
+from rlhfless.sim.setup import LearnerShape, ServiceShape, Setup
 from rlhfless.sim.storage import StoredCheckpoints
 from rlhfless.sim.trained import TrainedModel, TrainedState
 from rlhfless.sim.virtual_loop import VirtualLoop
@@ -189,7 +189,8 @@ class SimulatedHandle:
         self._requests: list[Any] = []
         setup = cluster.setup
         self._slot_setup = setup.slot_setups[slot]
-        self._shape: ActorShape | ServiceShape | LearnerShape = (*setup.actors, *setup.services, setup.learner)[slot]
+        self._shape: Any = (*setup.actors, *setup.services, setup.learner)[slot]
+        """The ActorShape, ServiceShape or LearnerShape of its slot."""
         self._model = TrainedModel()
         """What a trained function has learned."""
 
@@ -207,7 +208,8 @@ class SimulatedHandle:
 
     def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
         """See rlhfless.fleet.handles.Handle."""
-        return getattr(self, f"do_{method}")(*arguments)
+        events: AsyncIterator[Any] = getattr(self, f"do_{method}")(*arguments)
+        return events
 
     async def _alive(self, body: Any, *arguments: Any, **keywords: Any) -> Any:
         """Run the body of a call. Raises HandleLost if the replica is dead, or dies."""

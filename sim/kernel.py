@@ -99,7 +99,7 @@ def run(pool: Pool, table: Table, costs: Costs, limits: Limits, until_s: float) 
         for row in range(1, len(pool.engine)):
             if pool.engine[row].due_s < pool.engine[first].due_s:
                 first = row
-        due_s = pool.engine[first].due_s
+        due_s: float = pool.engine[first].due_s
         if due_s > until_s or math.isinf(due_s) or pool.totals[STOPPED] > 0:
             return due_s
         state = _state(pool, first)

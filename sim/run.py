@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +27,7 @@ from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import Experience, FunctionName, StepRecord
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.function_specs import Bounds, declared
+from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
@@ -214,10 +215,13 @@ class SimulatedWorld:
         if strict:
             done = lambda: ledger.calls + self.engines.tokens  # noqa: E731
             scaler.runner = StrictRunner(policy, fleet, ledger.add_decision, done)
+        # These count what their live forms hold.
         prompts: Any = self.prompts
+        journal: Any = self.journal
+        sinks: Any = Unseen()
         return SimulatedRun(
             run_id=call.run_id, attempt=call.attempt, spec=spec, order=prompts, held_out=(), pools=pools, ledger=ledger,
-            sinks=Unseen(), journal=self.journal, checkpoints=self.checkpoints,
+            sinks=sinks, journal=journal, checkpoints=self.checkpoints,
             weights=ActorWeights(pools[FunctionName.GENERATION], spec), scaler=scaler, history=prompts, busy_cores=None,
             engines=self.engines, setup=setup, on_step=on_step, batches=CountedBatches(setup),
             repeats=self.faults is not NO_FAULTS,
@@ -336,13 +340,16 @@ def _pools(
         fewest = setup.fewest_actors if function == FunctionName.GENERATION else 0
         by_use = function == FunctionName.LEARNER and setup.learner.paid_around is not None
         bounds = Bounds(fewest, "simulated", idle=not by_use)
-        blueprint = Blueprint(
-            declared()[function], object, lambda bound, slot_of=slot_of: slot_of[id(bound)], allocations, bounds
-        )
+        blueprint = Blueprint(declared()[function], object, _slot_among(slot_of), allocations, bounds)
         pools[function] = ReplicaPool(cluster, devices, blueprint, call, spec.timeouts, ledger)
     return pools
 
 
-def _of_its_own(allocation: Any) -> Any:
+def _slot_among(slot_of: Mapping[int, int]) -> Callable[[Allocation], int]:
+    """Return the settings of a replica in a simulated cluster: its slot, by identity of its allocation."""
+    return lambda bound: slot_of[id(bound)]
+
+
+def _of_its_own(allocation: Allocation) -> Allocation:
     """Return an allocation that is not the same object as another slot's."""
     return replace(allocation)

@@ -142,7 +142,7 @@ class KeptSessions:
         if asked.done() or session.loop.exception() is None:
             return await asked
         asked.cancel()
-        return session.loop.result()  # type: ignore[func-returns-value]  # raises
+        return session.loop.result()  # raises
 
     async def _make_room(self, session: _Session) -> None:
         """Close a session that nobody uses any more, if there is no idle worker for a new one."""

@@ -35,7 +35,7 @@ class SpeedCurve:
         """Return the seconds per step: interpolated between known sizes, and inverse to the devices outside them."""
         known = sorted(self.step_s)
         if not known:
-            return devices**-UNKNOWN_EXPONENT
+            return float(devices**-UNKNOWN_EXPONENT)
         if devices <= known[0]:
             return self.step_s[known[0]] * known[0] / devices
         if devices >= known[-1]:
