@@ -97,6 +97,7 @@ class LearnedStep:
     """Of the samples that it has generated."""
 
 
+OnRollout = Callable[[RolloutBatch], None]
 OnStep = Callable[[LearnedStep], None]
 
 
@@ -106,6 +107,7 @@ class SimulatedRun(RLRun):
 
     engines: StepEngines
     setup: Setup
+    on_rollout: OnRollout
     on_step: OnStep
     repeats: bool
     """Whether steps may be learned again, from the journal, because the learner can be lost."""
@@ -120,7 +122,9 @@ class SimulatedRun(RLRun):
         self.engines.keep(self.under_way)
         journal: Any = self.journal
         slots, planned = len(self.generation.allocations), self.setup.prefixes.planned
-        return CountedSamples(request, self.engines, journal, slots, planned=planned)
+        samples = CountedSamples(request, self.engines, journal, slots, planned=planned)
+        self.on_rollout(samples.progress.batch)
+        return samples
 
     def close_step(self, record: StepRecord, batch: Any) -> None:
         """See RLRun."""
@@ -202,7 +206,15 @@ class SimulatedWorld:
         self.prompts = CountedPrompts(self.batches)
         self.cluster = SimulatedCluster(setup, self.engines, self.devices, self.checkpoints, self.faults)
 
-    def run(self, policy: Policy, spec: RunSpec, on_step: OnStep, *, strict: bool) -> SimulatedRun:
+    def run(
+        self,
+        policy: Policy,
+        spec: RunSpec,
+        on_step: OnStep,
+        *,
+        strict: bool,
+        on_rollout: OnRollout = lambda _: None,
+    ) -> SimulatedRun:
         """Return the run of the next attempt."""
         setup, call = self.setup, Call("simulated", self.journal.begin_attempt(), 0)
         ledger = SetupLedger(self.rows, self.prices, setup, self.trace() if call.attempt > 1 else None)
@@ -223,7 +235,7 @@ class SimulatedWorld:
             run_id=call.run_id, attempt=call.attempt, spec=spec, order=prompts, held_out=(), pools=pools, ledger=ledger,
             sinks=sinks, journal=journal, checkpoints=self.checkpoints,
             weights=ActorWeights(pools[FunctionName.GENERATION], spec), scaler=scaler, history=prompts, busy_cores=None,
-            engines=self.engines, setup=setup, on_step=on_step, batches=CountedBatches(setup),
+            engines=self.engines, setup=setup, on_rollout=on_rollout, on_step=on_step, batches=CountedBatches(setup),
             repeats=self.faults is not NO_FAULTS,
         )  # fmt: skip
 
@@ -240,9 +252,13 @@ def simulate(
     batches: Sequence[RolloutBatch],
     *,
     on_step: OnStep = lambda _: None,
+    on_rollout: OnRollout = lambda _: None,
     strict: bool = True,
 ) -> Trace:
-    """Run all steps of a run, and return its trace. `on_step` is called at the end of each step.
+    """Run all steps of a run, and return its trace.
+
+    `on_step` is called at the end of each step. `on_rollout` is called at the start of each rollout with the samples
+    that it will generate, without those that earlier steps have completed.
 
     `strict`: whether a fault of the policy ends the run; otherwise the run goes on, as live.
 
@@ -261,7 +277,7 @@ def simulate(
                 f"step {batch.step} has a response of {longest} tokens, above max_tokens ({setup.max_tokens})"
             )
     with _unlogged():
-        return run_virtual(_simulate(setup, policy, prices, batches, on_step, strict))
+        return run_virtual(_simulate(setup, policy, prices, batches, on_step, on_rollout, strict))
 
 
 @contextmanager
@@ -284,12 +300,13 @@ async def _simulate(
     prices: PriceBook,
     batches: Sequence[RolloutBatch],
     on_step: OnStep,
+    on_rollout: OnRollout,
     strict: bool,
 ) -> Trace:
     world = SimulatedWorld(setup=setup, prices=prices, batches=batches)
     advance_engines(world.engines)
     session, first = SimulatedSession(spec_of(setup, batches[-1])), batches[0].step
-    run = world.run(policy, session.spec, on_step, strict=strict)
+    run = world.run(policy, session.spec, on_step, strict=strict, on_rollout=on_rollout)
     run.published = version_of(run.call(first - 1), TrainedState())
     world.cluster.published.add(run.published.version.label)
     await _start_under_way(run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -164,12 +164,13 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
     by_step = task.contracts if len(task.contracts) > 1 else ()
     span = span_of(contract_of(scenario, entry), scenario)
     terms = RunContract(task.contracts[0], scenario.steps, by_step, span if span > 1 else scenario.steps)
+    lengths = KnownLengths()
     if isinstance(settings, CostAwareSpec) and entry.name == CLAIRVOYANT:
-        policy = clairvoyant(settings, terms, drawn)
+        policy: Policy = CostAware(settings, terms, Clairvoyant(lengths.of))
     else:
         policy = kind.make(settings, terms)
     parts = setup(scenario, layout, task.seed, reserved=kind.reserved)
-    trace = simulate(parts, policy, prices, drawn, on_step=lambda _: on_step())
+    trace = simulate(parts, policy, prices, drawn, on_step=lambda _: on_step(), on_rollout=lengths.add)
     supply = supply_of(scenario, layout, reserved=kind.reserved)
     figures = step_figures(trace, prices, supply)
     kept = (trace, tuple(drawn)) if task.traced else (None, ())
@@ -202,7 +203,16 @@ class Clairvoyant(Forecaster):
         return RemainingLengths(samples, np.array([0.5]), np.arange(samples.size), np.maximum(left, 1.0)[:, None])
 
 
-def clairvoyant(settings: CostAwareSpec, run: RunContract, batches: Sequence[RolloutBatch]) -> Policy:
-    """Create the policy that knows each response's length."""
-    lengths = {batch.step: batch.response_tokens for batch in batches}
-    return CostAware(settings, run, Clairvoyant(lengths.__getitem__))
+class KnownLengths:
+    """The lengths of the samples that the steps of a run generate."""
+
+    def __init__(self) -> None:
+        self._of_step: dict[int, Ints] = {}
+
+    def add(self, batch: RolloutBatch) -> None:
+        """Add the samples of a rollout that starts."""
+        self._of_step[batch.step] = batch.response_tokens
+
+    def of(self, step: int) -> Ints:
+        """Return the tokens of a step's samples, `[samples]`."""
+        return self._of_step[step]

@@ -122,7 +122,7 @@ def test_a_scenario_has_the_schedules_of_a_run() -> None:
 
 def test_each_policy_learns_from_every_response_under_partial() -> None:
     """A co-located fleet may do it, too."""
-    policies = [{"name": name} for name in ("static_colocated", "static_disaggregated", "cost_aware")]
+    policies = [{"name": name} for name in ("static_colocated", "static_disaggregated", "cost_aware", "clairvoyant")]
     changes: dict[str, Any] = {"steps": 6, "seeds": 1, "policies": policies}
     found = compare(scenario(schedule="partial", **changes)).results
     for (result,) in found.values():
