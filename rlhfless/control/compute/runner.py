@@ -15,6 +15,8 @@ import os
 import signal
 import threading
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -75,9 +77,9 @@ class Runner:
     async def _run(self, job: str, question: dict[str, Any]) -> dict[str, Any]:
         exchange = _Exchange(job)
         try:
-            answer = await asyncio.to_thread(exchange.answer, json.dumps(question).encode())
+            answer = await _in_thread(lambda: exchange.answer(json.dumps(question).encode()))
         except asyncio.CancelledError:
-            exchange.end()
+            exchange.cancel()
             raise
         if "problems" in answer:
             raise refused(answer["source"], [Problem(**problem) for problem in answer["problems"]])
@@ -88,6 +90,26 @@ class Runner:
         return result
 
 
+async def _in_thread(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Call a function in a daemon thread.
+
+    The exit of the service must not wait for a job that starts: on a busy machine, the imports of the process from which
+    jobs are forked take half a minute.
+    """
+    answer: Future[dict[str, Any]] = Future()
+
+    def work() -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="job", daemon=True).start()
+    return await asyncio.wrap_future(answer)
+
+
 class _Exchange:
     """The exchange with a job's process: a question and its answer."""
 
@@ -95,37 +117,46 @@ class _Exchange:
         self._job = job
         self._ours, self._theirs = FORKS.Pipe()
         self._process = FORKS.Process(target=work, args=(self._theirs, job))
-        self._starting = threading.Lock()
-        self._called_off = False
+        self._cancelled = False
 
     def answer(self, question: bytes) -> dict[str, Any]:
         """Return the job's answer; blocks the calling thread. Raises ApiError (500) if the process ends without an
         answer."""
         with self._ours:
             try:
-                with self._starting, self._theirs:
-                    if not self._called_off:
+                with self._theirs:
+                    if not self._cancelled:
                         self._process.start()
+                if self._cancelled:
+                    raise EOFError
                 self._ours.send_bytes(question)
                 answer: dict[str, Any] = json.loads(self._ours.recv_bytes(MOST_BYTES))
             except (EOFError, OSError):
-                self.end()
+                self._end()
                 code = self._process.exitcode
                 raise ApiError(500, "internal_error", f"{self._job} has ended without an answer ({code})") from None
         self._process.join(END_S)
-        self.end()
+        self._end()
         return answer
 
-    def end(self) -> None:
-        """Kill the process with its children, and prevent its start if it has not started. Idempotent."""
-        with self._starting:
-            self._called_off = True
+    def cancel(self) -> None:
+        """Kill the process, or prevent its start; returns at once. A process that starts now is killed by the thread
+        that starts it."""
+        self._cancelled = True
+        self._kill()
+
+    def _end(self) -> None:
+        self._kill()
+        if self._process.pid is not None:
+            self._process.join(END_S)
+
+    def _kill(self) -> None:
+        """Kill the process with its children, if it runs."""
         if self._process.pid is None or not self._process.is_alive():
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()  # it may not have its own group yet
-        self._process.join(END_S)
 
 
 def work(connection: Connection, name: str) -> None:

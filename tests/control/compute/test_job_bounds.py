@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -61,6 +64,25 @@ async def test_a_job_that_takes_too_long_is_ended_with_what_it_started() -> None
     begun = [one for child in psutil.Process().children() for one in child.children(recursive=True)]
     _, left = psutil.wait_procs(begun, timeout=60)
     assert not left
+
+
+async def test_a_job_that_is_cancelled_while_its_process_starts_blocks_nothing() -> None:
+    runner = Runner()
+    await runner.prepare()
+    forks = psutil.Process(forkserver._forkserver._forkserver_pid)
+    forks.suspend()  # as when it still imports
+    try:
+        begun = time.monotonic()
+        with pytest.raises(ApiError, match="check_simulation took longer than 0 s"):
+            await runner.run("check_simulation", {"scenario": {}, "policies": []}, timeout_s=0.2)
+        assert time.monotonic() - begun < 10
+        (thread,) = (each for each in threading.enumerate() if each.name == "job")
+        assert thread.daemon
+    finally:
+        forks.resume()
+    await asyncio.to_thread(thread.join, 60)
+    assert not thread.is_alive()
+    assert not forks.children()
 
 
 async def test_a_check_does_not_wait_for_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
