@@ -93,8 +93,8 @@ class Runner:
 async def _in_thread(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Call a function in a daemon thread.
 
-    The exit of the service must not wait for a job that starts: on a busy machine, the imports of the process from which
-    jobs are forked take half a minute.
+    The exit of the service must not wait for a job that starts: on a busy machine, the imports of the process from
+    which jobs are forked take half a minute.
     """
     answer: Future[dict[str, Any]] = Future()
 
