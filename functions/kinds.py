@@ -262,7 +262,6 @@ def _learner(spec: RunSpec) -> ReplicaRequest:
         Site.LEARNER,
         ranks=spec.learner.world_size,
         ranks_key="learner.ranks",
-        fewest_ranks=spec.learner.min_ranks,
     )
 
 

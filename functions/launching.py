@@ -37,9 +37,8 @@ class Launch:
     """If given, the weights are served over HTTP to requests that carry this token."""
     store: StoreAddress
     """How actors reach the weights."""
-    planned_bytes: Callable[[str, int | None], Mapping[str, Planned]]
-    """Maps (device kind, learner ranks or None) to the planned bytes of a replica or rank of each function, by
-    phase."""
+    planned_bytes: Callable[[str], Mapping[str, Planned]]
+    """Maps a device kind to the planned bytes of a replica or rank of each function, by phase."""
     kv_bytes: Callable[[str], int | None]
     """Maps a device kind to the KV bytes of an engine that shares its GPU, or None if it does not share."""
 
@@ -55,7 +54,7 @@ class Launch:
 
     def planned(self, kind: FunctionSpec, allocation: Allocation) -> Planned:
         """Return the planned bytes of a replica or rank in an allocation, by phase."""
-        return self.planned_bytes(allocation.devices[0].kind, allocation.ranks).get(kind.name, {})
+        return self.planned_bytes(allocation.devices[0].kind).get(kind.name, {})
 
     def of_ranks(self, kind: FunctionSpec, allocation: Allocation) -> dict[str, Any]:
         """Return the fields of DistributedSettings for a replica."""
@@ -70,7 +69,7 @@ class Launch:
     def _rank_bindings(self, kind: FunctionSpec, allocation: Allocation) -> tuple[DeviceBinding, ...]:
         """Return the devices of each rank of a replica."""
         wanted = kind.wanted(self.spec)
-        ranks = allocation.ranks or (1 if wanted is None else wanted.ranks)
+        ranks = 1 if wanted is None else wanted.ranks
         devices = (rank_devices(allocation.devices, rank, ranks) for rank in range(ranks))
         return tuple(binding(each, exclusive=False, shared=is_shared(allocation, ranks)) for each in devices)
 

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from rlhfless.functions.learner.rank import LearnerRank, SupervisedRank
     from rlhfless.weights.store import WeightStore
 
-EXPORTED = "exported-state"
-"""Folder of the state handed from one group of ranks to the next, inside the store folder."""
-
 OWNER = ".owner"
 """File in the store that names the last called incarnation of the learner."""
 
@@ -90,7 +87,7 @@ class LearnerSettings(TrainedSettings):
     """Newest versions to keep in the store for steps that may still generate with them (scaling.memory)."""
 
 
-LEARNER_PHASES: Mapping[str, str] = {**TrainingActor.phases, "evaluate": "learn", "export_state": "checkpoint"}
+LEARNER_PHASES: Mapping[str, str] = {**TrainingActor.phases, "evaluate": "learn"}
 
 
 class LearnerActor(TrainingActor[LearnerSettings]):
@@ -228,24 +225,6 @@ class LearnerFunction(TrainedFunction):
             kept_versions=kept_versions(spec.schedule.steps_ahead),
             **launch.of_ranks(kind, allocation),
         )
-
-    @admitted
-    async def export_state(self, _: Call) -> CallResult[bool]:
-        """Write the ranks' state next to the weights, in shared memory. Returns False if there is no room."""
-        written: list[bool] = await self._group.call("export_state", self._exported)
-        return CallResult(all(written))
-
-    @admitted
-    async def import_state(self, call: Call) -> CallResult[None]:
-        """Restore the state that the previous group exported after `call`'s step, then delete it. Idempotent."""
-        if self._step != call.step:
-            await self._restore(call, self._exported)
-            shutil.rmtree(self._exported, ignore_errors=True)
-        return CallResult(None)
-
-    @property
-    def _exported(self) -> str:
-        return str(Path(self._settings.store.folder) / EXPORTED)
 
     @admitted
     async def evaluate(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:

@@ -169,22 +169,6 @@ def save_checkpoint(
         ) from error
 
 
-def export_state(folder: Path, state: dict[str, Any], savers: Savers) -> bool:
-    """Write only `state` to a folder in shared memory, for `restore_checkpoint` on any number of ranks. *Collective.*
-
-    Returns False if there is no room.
-    """
-    try:
-        savers.together("an empty folder", lambda: shutil.rmtree(folder, ignore_errors=True))
-        savers.together("an empty folder", lambda: folder.mkdir(parents=True, exist_ok=True))
-        _write_state(folder, state, savers)
-    except _RankFailed as error:
-        log.warning("learner state not exported to %s: %s", folder, error)
-        shutil.rmtree(folder, ignore_errors=True)
-        return False
-    return True
-
-
 def _write_state(folder: Path, state: dict[str, Any], savers: Savers) -> None:
     """Write each rank's part of a state. *Collective.*"""
     writer = dcp.FileSystemWriter(folder / STATE_FOLDER)

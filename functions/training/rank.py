@@ -39,7 +39,6 @@ from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
 from rlhfless.functions.shares import share_of
 from rlhfless.functions.training.checkpoint import (
     Savers,
-    export_state,
     restore_checkpoint,
     save_checkpoint,
     try_files,
@@ -150,15 +149,6 @@ class TrainingRank:
     def wait_written(self) -> None:
         """Wait for the files of the last `save`. Raises CheckpointError."""
         self._background.wait_written()
-
-    def export_state(self, folder: str | Path) -> bool:
-        """Write the state to a folder in shared memory, for `restore` on any number of ranks. *Collective.*
-
-        Returns False if there is no memory for a copy.
-        """
-        self.wait_written()
-        state = self._state()
-        return self._background.fits(state) and export_state(Path(folder), state, self._savers)
 
     def restore(self, location: str | Path) -> None:
         """Resume from a checkpoint written by any number of ranks; bitwise if by the same number. *Collective.*"""

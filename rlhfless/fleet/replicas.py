@@ -54,7 +54,6 @@ class Replicas:
         self._replicas: dict[str, Replica] = {}
         self._newest: dict[int, Replica] = {}
         """The last replica on each allocation, by identity of the allocation."""
-        self._allocations = self._blueprint.allocations
         self._launches = 0
         self._there: dict[str, Replica] = {}
         """Replicas that the cluster may still have, by name."""
@@ -69,12 +68,7 @@ class Replicas:
 
     @property
     def allocations(self) -> tuple[Allocation, ...]:
-        return self._allocations
-
-    def set_allocation(self, slot: int, allocation: Allocation) -> None:
-        """Set the devices of the next replica at a slot, which must be empty."""
-        assert self.at(slot) is None, f"{self.function} has a replica at slot {slot}, whose devices it keeps"
-        self._allocations = (*self._allocations[:slot], allocation, *self._allocations[slot + 1 :])
+        return self._blueprint.allocations
 
     def __getitem__(self, name: str) -> Replica:
         return self._replicas[name]

@@ -182,20 +182,6 @@ class RunDevices:
         return any(group.name in self._to_come and not self._holds(group) for group in
                    self._placement.groups_of(allocation))  # fmt: skip
 
-    async def at_hand(self) -> Callable[[Allocation], bool]:
-        """Return a predicate: whether an allocation's devices are held, or free on nodes of the cluster."""
-        nodes = await self._cluster.nodes("")
-
-        def there(allocation: Allocation) -> bool:
-            missing = [group for group in self._placement.groups_of(allocation) if not self._holds(group)]
-            return len(fitting(missing, nodes)) == len(missing)
-
-        return there
-
-    @property
-    def waiting(self) -> bool:
-        return any(taken.users and taken.held is None for taken in self._taken.values())
-
     def places(self, allocation: Allocation) -> list[str]:
         """Return the cluster-wide names of an allocation's devices, equal for all runs; empty if not held."""
         groups = self._placement.groups_of(allocation)

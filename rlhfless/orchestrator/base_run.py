@@ -9,9 +9,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
@@ -20,10 +19,9 @@ from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.ledger import Ledger, StepClock
 from rlhfless.prepare.prompt_order import PromptOrder
-from rlhfless.records import Decision, FunctionRole, Prompt, ReplicaState, StepRecord, Work
+from rlhfless.records import FunctionRole, Prompt, ReplicaState, StepRecord, Work
 from rlhfless.records.checkpoints import Checkpoint, CheckpointError, CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
-from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.util.clock import unix_s
@@ -148,20 +146,6 @@ def _part(pool: ReplicaPool) -> str:
     return "" if pool.kind.publishes else pool.function
 
 
-class ElasticLearner(Protocol):
-    """A learner with a variable number of ranks: see rlhfless.orchestrator.learner_size.LearnerSize."""
-
-    def resume(self, decisions: Sequence[Decision]) -> None: ...
-
-    def keeping_devices(self) -> AbstractAsyncContextManager[None]: ...
-
-    async def after_fault(self, step: int) -> None: ...
-
-    async def larger(self) -> Allocation | None: ...
-
-    async def change(self, step: int, allocation: Allocation, save: Callable[[], Awaitable[None]]) -> None: ...
-
-
 @dataclass(kw_only=True)
 class BaseRun:
     """A run in progress, of any type."""
@@ -185,8 +169,6 @@ class BaseRun:
     """The step of the last evaluation."""
     clock: StepClock = field(default_factory=StepClock)
     trainers: TrainerPools = field(init=False)
-    learner_size: ElasticLearner | None = None
-    """Changes the number of the learner's ranks; None if it is fixed."""
 
     def __post_init__(self) -> None:
         self.trainers = TrainerPools(self.with_role(FunctionRole.UPDATES), self.spec, self.work)

@@ -149,7 +149,7 @@ def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: s
             str(home) if token else "",
             READER_SHARE * spec.timeouts.sync_s,
         ),
-        planned_bytes=lambda kind, ranks: planned(spec, shape, kind, tokens, ranks),
+        planned_bytes=lambda kind: planned(spec, shape, kind, tokens),
         kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
     )
 

@@ -8,7 +8,6 @@ journal."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -85,15 +84,12 @@ class Recovery:
         return following
 
     async def _recover(self, step: int) -> int:
-        run, size = self._run, self._run.learner_size
-        async with contextlib.nullcontext() if size is None else size.keeping_devices():
-            await clear(run, run.call(step))
-            if run.trainers.all_there:
-                await run.publish_again(step)
-                return step
-            if size is not None:
-                await size.after_fault(step)
-            restored = await run.restore()
+        run = self._run
+        await clear(run, run.call(step))
+        if run.trainers.all_there:
+            await run.publish_again(step)
+            return step
+        restored = await run.restore()
         await run.open_weights(restored)
         # Step 0, the evaluation before the first step, is done if a step was learned or its metrics are known.
         return restored + 1 if restored or run.before else 0

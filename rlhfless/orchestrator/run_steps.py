@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.orchestrator import step as rlhf
-from rlhfless.orchestrator.base_run import BaseRun, ElasticLearner
+from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.host import Host, RunPaused, StopCause
 from rlhfless.orchestrator.recovery import Recovered, Recovery
 from rlhfless.orchestrator.run import RLRun
@@ -144,18 +144,8 @@ class RunSteps:
         self.following = step + 1  # the functions have learned this step: later faults do not repeat it
         if moves:
             await self._run.move_trainers()
-        elif 0 < step < spec.steps and self._run.learner_size is not None:
-            await self._resize(self._run.learner_size, step)
         await self._obey(step, saved=saves or not step)
         self._run.clock.resume()
-
-    async def _resize(self, size: ElasticLearner, step: int) -> None:
-        """Restart a learner that has lost ranks with more of them, if devices are free."""
-        allocation = await size.larger()
-        if allocation is not None:
-            await self._wait_for_checkpoint()  # the ranks that write it will stop
-            with self._session.console.waiting("restarting the learner with more ranks"):
-                await size.change(step, allocation, save=lambda: self._save(step, whole=True))
 
     async def _obey(self, step: int, *, saved: bool) -> None:
         """Apply the host's verdict and the spec's limits after a step. Raises RunPaused."""

@@ -30,7 +30,6 @@ from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.host import DevicesWanted, Host
 from rlhfless.orchestrator.launch import devices_wanted, launch_of, pools_of, require_room, shm_cleanup, store_folders
-from rlhfless.orchestrator.learner_size import size_of
 from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.orchestrator.run import RLRun
@@ -44,7 +43,7 @@ from rlhfless.planning.preflight import Prepared
 from rlhfless.planning.resolve import resolve
 from rlhfless.planning.sizes import fitting_sizes
 from rlhfless.prepare.prompt_order import order_of
-from rlhfless.records import Decision, FunctionName, FunctionRole
+from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.records.checkpoints import Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
 from rlhfless.records.ledger import JOURNAL_FILE as JOURNAL_FILE
@@ -182,7 +181,6 @@ async def _fleet(
     watches = [asyncio.create_task(watch.run()) for watch in (renewal, LeavingWatch(pools, call))]
     watches += [asyncio.create_task(each.lend(call)) for each in turns]
     run = _run_of(session, by_name, ledger, journal, earlier)
-    run.learner_size = size_of(run, session.prepared.resolved, placement, devices)
     scaler = run.scaler if isinstance(run, RLRun) else None
     if scaler is not None:
         devices.left_s = scaler.due.left_s
@@ -192,7 +190,7 @@ async def _fleet(
     # On a joined cluster the folders may be on another machine: the learner removes them when its lease expires.
     with contextlib.nullcontext() if spec.placement.ray_address else shm_cleanup(folders):
         try:
-            yield run, await _begin(session, run, cluster, devices, turns, earlier.decisions if earlier else ())
+            yield run, await _begin(session, run, cluster, devices, turns)
         finally:
             if scaler is not None:
                 scaler.fleet.keep_starts()
@@ -254,19 +252,10 @@ async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
         await devices.close()
 
 
-async def _begin(
-    session: Session,
-    run: BaseRun,
-    cluster: Cluster,
-    devices: RunDevices,
-    turns: Sequence[Turns],
-    earlier: Sequence[Decision],
-) -> int:
-    """Start the fleet, and return the first step. `earlier`: the decisions of earlier attempts."""
+async def _begin(session: Session, run: BaseRun, cluster: Cluster, devices: RunDevices, turns: Sequence[Turns]) -> int:
+    """Start the fleet, and return the first step."""
     left = await cluster.running(f"{run.run_id}-")
     await devices.adopt()
-    if run.learner_size is not None:
-        run.learner_size.resume(earlier)
     await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools.values()))
     await devices.settle()
     await gather_or_cancel(*(each.put_all_to_sleep(run.call(0)) for each in turns))

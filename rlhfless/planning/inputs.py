@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.functions.kinds import kv_bytes
-from rlhfless.planning.memory_plan import edited
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_specs import MemoryTerms, kinds_of
@@ -109,14 +108,9 @@ def local_devices(spec: RunSpec) -> DeviceCount:
 
 
 def planned(
-    spec: RunSpec, shape: ModelShape | None, kind: str, sequence_tokens: int, ranks: int | None = None
+    spec: RunSpec, shape: ModelShape | None, kind: str, sequence_tokens: int
 ) -> Mapping[str, Mapping[str, int]]:
-    """Return the bytes of one replica or rank on one device, by function and phase; empty for unknown sizes.
-
-    `ranks` is another number of ranks for the learner.
-    """
-    if ranks is not None:
-        spec = edited(spec, {"learner.ranks": ranks})
+    """Return the bytes of one replica or rank on one device, by function and phase; empty for unknown sizes."""
     if shape is None or kind not in load_devices():
         return {}
     rewards = reward_shapes(spec)

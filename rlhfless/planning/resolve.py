@@ -122,23 +122,6 @@ class ResolvedRun:
         what = f"{devices} do not hold the run: {'; '.join(self.memory.problems)}"
         return [*problems, Problem("placement", what, hint)]
 
-    def rank_counts(self) -> tuple[int, ...]:
-        """Return the numbers of ranks that the learner may have, largest first.
-
-        They range from `learner.ranks` down to `learner.min_ranks`, without those that do not fit in memory.
-        """
-        learner = self.spec.learner
-        fewer = range(learner.world_size - 1, learner.fewest_ranks - 1, -1)
-        return (learner.world_size, *(ranks for ranks in fewer if self._holds(ranks)))
-
-    def _holds(self, ranks: int) -> bool:
-        if self.asked is None or on_cores(self.spec, self.devices.kind):
-            return True
-        try:
-            return replace(self.asked, spec=edited(self.spec, {"learner.ranks": ranks})).plan().fits
-        except PlacementError:
-            return True
-
     def loading_bytes(self) -> int:
         """Return the bytes of host memory needed to load the functions, over all nodes.
 

@@ -84,8 +84,6 @@ class Allocation:
     """The share of each device, 0 to 1 `[device]`."""
     lent: bool = False
     """Other runs use and pay for the devices while the replica sleeps."""
-    ranks: int | None = None
-    """Number of ranks of the replica, if it differs from the function's target."""
 
     @classmethod
     def of(cls, devices: Sequence[Device], share: float = 1.0) -> Allocation:
@@ -178,13 +176,6 @@ class ReplicaRequest:
     """Processes of a sharded replica, at most one per device."""
     ranks_key: str = ""
     """The spec key that sets `ranks`."""
-    fewest_ranks: int | None = None
-    """Minimum number of ranks after shrinking; None if it cannot shrink."""
-
-    @property
-    def elastic(self) -> bool:
-        """Return whether the number of ranks may change."""
-        return self.fewest_ranks is not None and self.fewest_ranks < self.ranks
 
 
 def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
@@ -233,8 +224,7 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Replic
     neighbouring devices, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
     learner side, on one node if possible, and each actor has its own group. LEARNER_SHARED functions have one device
     per rank, assigned from the last device of the learner side to the first, one function after the other. Without
-    actors the learner side is all devices. If the number of ranks may change, each device of that side is a group of
-    its own, acquired and released individually. A learner side of another kind has its own devices.
+    actors the learner side is all devices. A learner side of another kind has its own devices.
 
     CPU cores may be shared by several actors; two engines on one GPU are refused.
 
@@ -257,8 +247,6 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Replic
     learner = [device for node in learning for device in node.devices]
     used = windows[:actors] if spec.mode == "disaggregated" else []
     name = engines[0].function if engines else ""
-    if (not engines or generation is not learning) and any(wanted.elastic for wanted in functions):
-        learning = [_NodeDevices(node.name, (device,)) for node in learning for device in node.devices]
     taken = sum(len(node.devices) for node in by_node) if kind == CPU_KIND else 0
     chosen = _chosen(functions, windows, learner, of_learner, nodes, taken)
     groups = [

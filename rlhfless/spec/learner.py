@@ -126,11 +126,6 @@ class TrainingSpec(SpecModel):
 class LearnerSpec(TrainingSpec):
     """The learner function. The reference uses the same compute settings."""
 
-    min_ranks: Processes | None = None
-    """Minimum ranks the learner may run with. After a fault, it continues with as many ranks as have devices, and grows
-    back to `ranks` after a later step when devices are free. `null`: wait for the devices of all ranks. The loss does
-    not depend on the number of ranks, up to the order of sums."""
-
     logits_mib: Annotated[int, Field(ge=1, le=2**17)] | Literal["auto"] = "auto"
     """Largest block of logits that the learner and reference compute at once, in MiB of float32. A backward pass holds
     five blocks. Larger blocks access the gradient of the output head less often. `auto`: 128; on GPUs up to 2048, if
@@ -154,19 +149,6 @@ class LearnerSpec(TrainingSpec):
     def average_decay(self) -> float | None:
         """See TrainingSpec."""
         return self.ema_decay
-
-    @property
-    def fewest_ranks(self) -> int:
-        """`min_ranks`, or `ranks` if omitted."""
-        return self.min_ranks or self.world_size
-
-    @model_validator(mode="after")
-    def _ordered(self) -> LearnerSpec:
-        if self.min_ranks is not None and self.ranks != "auto" and self.min_ranks > self.ranks:
-            raise ValueError(
-                f"min_ranks is {self.min_ranks}, above ranks, which is {self.ranks}: set it to {self.ranks} or less"
-            )
-        return self
 
     @property
     def logits_elements(self) -> int | None:

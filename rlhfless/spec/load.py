@@ -278,7 +278,6 @@ MAY_DIFFER = (
     "generation.progress_interval_s",
     "learner.compile",
     "learner.ranks",
-    "learner.min_ranks",
     "learner.shard_ranks",
     "learner.logits_mib",
     "learner.micro_batch_tokens",

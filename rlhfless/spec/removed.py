@@ -47,6 +47,10 @@ REMOVED: Mapping[str, str] = MappingProxyType(
             "Give the learner one kind of device with `placement.learner_kind` and `placement.learner_devices`; pause "
             "and resume the run to change them"
         ),
+        "learner.min_ranks": (
+            "Use `placement.devices: {min: 2, max: 8}`, with your own sizes: the whole run goes on with fewer devices "
+            "after a loss, and grows again when devices are free"
+        ),
         "generation.engine.kv_connector": (
             "Use `scaling.prefill.kv_connector` with prefill actors; without these leave it out: each actor computes "
             "its shared prefixes, and samples that migrate recompute their KV"

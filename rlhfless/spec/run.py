@@ -241,19 +241,6 @@ def _check_broadcast(spec: RunKeys) -> None:
         )
 
 
-def _check_min_ranks(spec: RunKeys) -> None:
-    if spec.learner.min_ranks is not None and spec.placement.tenants > 1:
-        raise ValueError(
-            f"learner.min_ranks is {spec.learner.min_ranks}, but placement.tenants is {spec.placement.tenants}: "
-            "devices that runs share are taken in turns, all at once; leave min_ranks out, or set tenants to 1"
-        )
-    if spec.learner.min_ranks is not None and spec.weights.transport == "cuda_ipc":
-        raise ValueError(
-            f"learner.min_ranks is {spec.learner.min_ranks}, but weights.transport is cuda_ipc: an actor needs a "
-            "rank of the learner on each of its GPUs; set weights.transport to auto, or leave min_ranks out"
-        )
-
-
 def _check_average(spec: RunKeys) -> None:
     if spec.learner.average_decay is not None and spec.weights.transport == "cuda_ipc":
         raise ValueError(
@@ -345,7 +332,6 @@ _CHECKS = (
     _check_drafts,
     _check_quantization,
     _check_broadcast,
-    _check_min_ranks,
     _check_average,
     _check_staleness,
     _check_partial,

@@ -34,7 +34,6 @@ class FakeRun:
 
     held_out = ("a prompt",)
     trainers = SimpleNamespace(must_move=False)
-    learner_size = None
     score, improves = BaseRun.score, BaseRun.improves
 
     def __init__(self, figures: Mapping[int, float], every: int | None, best: BestSpec) -> None:

@@ -34,7 +34,6 @@ class FakeRun:
         )
         self.checkpoints = None
         self.clock = StepClock()
-        self.learner_size = None
 
     async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
         begun.set()

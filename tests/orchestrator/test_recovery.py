@@ -33,7 +33,6 @@ class FakeRun:
         self.trainers = SimpleNamespace(all_there=not learner_lost)
         self.published = SimpleNamespace(version=WeightVersion("run", 1, 7, "d"))
         self.before = {"reward": 1.0}
-        self.learner_size = None
 
     def call(self, step: int) -> Call:
         return Call("run", 1, step)

@@ -20,7 +20,6 @@ class FakeRun:
 
     held_out = ()
     trainers = SimpleNamespace(must_move=False)
-    learner_size = None
     checkpoints = None
 
     def __init__(self) -> None:

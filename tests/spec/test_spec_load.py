@@ -211,6 +211,7 @@ def test_a_removed_value_of_an_override_names_the_way_out(fault, override, where
         ("schedule: auto", "schedule (line 7): 'auto' was removed", "`rlhfless plan`"),
         ("optimizer: {type: adamw}", "optimizer.type (line 7): was removed", "the optimizer is AdamW"),
         ("logging: {jsonl: false}", "logging.jsonl (line 7): was removed", "metrics.jsonl is always written"),
+        ("learner: {min_ranks: 2}", "learner.min_ranks (line 7): was removed", "`placement.devices: {min: 2, max: 8}`"),
         ("- {type: code, file_mib: 1}", "rewards.1.file_mib (line 7): was removed", "files of up to 16 MiB"),
         ("schedule: {type: auto, least_saving: 0.1}", "schedule.type (line 7): 'auto' was removed", "Name one"),
     ],
@@ -290,10 +291,6 @@ def test_a_removed_key_is_told_from_an_unknown_one():
         (
             "weights: {transport: cuda_ipc}\nlearner: {ema_decay: 0.99}",
             ["learner.ema_decay is given", "weights.transport is cuda_ipc", "set weights.transport to auto"],
-        ),
-        (
-            "weights: {transport: cuda_ipc}\nlearner: {ranks: 4, min_ranks: 2}",
-            ["learner.min_ranks is 2", "weights.transport is cuda_ipc", "set weights.transport to auto"],
         ),
         ("learner: {ema_decay: 1.0}", ["learner.ema_decay", "1.0", "less than 1"]),
         (
