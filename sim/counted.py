@@ -52,6 +52,7 @@ class CountedRequest:
     prefixes: list[int]
     """Shared prefixes that an actor computes before the samples: nodes of the step's engines."""
     prompts: tuple[()] = ()
+    environment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,11 @@ class CountedSamples:
         self._journal = journal
         self._left = left = samples_left(self.step, self._prompts, journal)
         batch, progress = left.batch, engines.begin(left.batch, self._report)
-        progress.table.tokens[:] = progress.safe_tokens[:] = left.tokens
+        progress.set_tokens(np.arange(batch.samples), left.tokens)
+        progress.safe_tokens[:] = left.tokens
         progress.await_groups(max(request.groups - len(left.complete), 1))
         table = progress.table
-        fed_tokens = left.whole.prompt_tokens[left.whole.group] + left.whole.response_tokens
+        fed_tokens = left.whole.context_tokens + left.whole.response_tokens
         self._group_tokens = np.bincount(left.whole.group, fed_tokens, left.whole.groups).astype(np.int64).tolist()
         self.from_earlier = [self._group(number, unix_s()) for number in left.complete]
         resumes = left.tokens > 0

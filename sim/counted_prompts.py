@@ -17,7 +17,7 @@ import numpy as np
 from rlhfless.records.journal import BegunGroup, JournalError
 from rlhfless.scaling.selection import new_groups
 from rlhfless.sim.kernel_state import Flags, Ints
-from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.samples import EpisodeTurns, RolloutBatch
 from rlhfless.sim.storage import SimulatedDisk
 from rlhfless.spec import PartialSpec
 from rlhfless.spec.generation import ScheduleSpec
@@ -57,6 +57,11 @@ class CountedPrompt:
         whole = np.zeros(self.batch.samples, np.bool_) if self.batch.truncated is None else self.batch.truncated
         return whole[self.samples]
 
+    @property
+    def turns(self) -> EpisodeTurns | None:
+        turns = self.batch.turns
+        return None if turns is None else turns.of(np.arange(self.samples.start, self.samples.stop))
+
     @classmethod
     def all_of(cls, batch: RolloutBatch) -> list[CountedPrompt]:
         """Return the prompts of a batch."""
@@ -84,19 +89,26 @@ class CountedPrompts:
         return self._of_step[step][number]
 
 
-def largest_step(schedule: ScheduleSpec, batches: Sequence[RolloutBatch]) -> tuple[int, int]:
-    """Return the samples, and the prompts and shared prefixes, of the largest step.
+def largest_step(schedule: ScheduleSpec, batches: Sequence[RolloutBatch]) -> tuple[int, int, int]:
+    """Return the samples, the nodes and the turns of the largest step.
 
     Raises ValueError for batches that `partial` cannot mix.
     """
     if not isinstance(schedule, PartialSpec):
-        return max(batch.samples for batch in batches), max(batch.groups + len(batch.tree) for batch in batches)
+        return (
+            max(batch.samples for batch in batches),
+            max(batch.nodes for batch in batches),
+            max(batch.turn_count for batch in batches),
+        )
     if any(len(batch.tree) for batch in batches):
         raise ValueError("schedule partial mixes the prompts of steps, whose shared prefixes are not known")
     if len({batch.groups for batch in batches}) > 1:
         raise ValueError("schedule partial needs batches of equal numbers of groups")
     groups = new_groups(schedule, batches[0].groups, 0, sum(batch.groups for batch in batches), math.inf)
-    return groups * max(int(np.bincount(batch.group).max()) for batch in batches), groups
+    samples = groups * max(int(np.bincount(batch.group).max()) for batch in batches)
+    turns = [batch.turns for batch in batches if batch.turns is not None]
+    most_turns = max((int(each.count.max(initial=0)) for each in turns), default=0)
+    return samples, groups + (samples if turns else 0), samples * most_turns
 
 
 class CountedJournal:
@@ -213,6 +225,7 @@ def samples_left(step: int, prompts: Sequence[CountedPrompt], journal: CountedJo
         group,
         whole.response_tokens[left],
         None if whole.truncated is None else whole.truncated[left],
+        turns=None if whole.turns is None else whole.turns.of(np.flatnonzero(left)),
     )
     return SamplesLeft(whole, batch, np.flatnonzero(left), groups, tokens[left])
 
@@ -228,6 +241,7 @@ def _whole(step: int, prompts: Sequence[CountedPrompt], journal: CountedJournal)
 def batch_of(step: int, prompts: Sequence[CountedPrompt], names: Sequence[str] = ()) -> RolloutBatch:
     """Return a batch of these prompts. `names`: by default their own."""
     lengths = [prompt.response_tokens for prompt in prompts]
+    turns = [turns for prompt in prompts if (turns := prompt.turns) is not None]
     return RolloutBatch(
         step,
         tuple(names or (prompt.name for prompt in prompts)),
@@ -235,4 +249,5 @@ def batch_of(step: int, prompts: Sequence[CountedPrompt], names: Sequence[str] =
         np.repeat(np.arange(len(prompts)), list(map(len, lengths))),
         np.concatenate(lengths),
         np.concatenate([prompt.truncated for prompt in prompts]),
+        turns=EpisodeTurns.joined(turns) if turns else None,
     )

@@ -256,8 +256,8 @@ class SimulatedEngine:
         self._row = row
         self.slot = int(pool.slots[row])
         self._n = pool.memory.engine[row]
-        sample = progress.table.sample
-        longest = int((sample["prompt"] + sample["target"]).max(initial=1)) - 1
+        batch = progress.batch
+        longest = int((batch.context_tokens + batch.response_tokens).max(initial=1)) - 1
         self._fits_all = self.shape.blocks(longest) <= self.shape.kv_blocks
         """Whether every sample of the step fits alone."""
 
@@ -294,7 +294,8 @@ class SimulatedEngine:
         return [*self._pool.spans(self._row), (float(self._n["since_s"]), end_s)]
 
     def submit(self, samples: Ints, at_s: float | Floats) -> None:
-        """Append samples to the queue, arriving at `at_s`. A sample behind a later arrival waits for it.
+        """Append samples to the queue, arriving at `at_s`, or when their environment has answered. A sample behind a
+        later arrival waits for it.
 
         Raises ValueError if a sample could never fit, even alone.
         """
@@ -302,16 +303,26 @@ class SimulatedEngine:
         if not self._fits_all:
             self._check_fit(samples)
         queue = self._pool.memory.queue[self._row]
-        cells = (self._n["head"] + self._n["queued"] + np.arange(len(samples))) % len(queue)
-        queue[cells] = samples + self.progress.at.first_sample
+        table.arrival_s[samples] = at_s
+        rows, queued = samples + self.progress.at.first_sample, int(self._n["queued"])
+        cells = (self._n["head"] + np.arange(queued + len(samples))) % len(queue)
+        if (turns := self.progress.batch.turns) is not None:
+            # The environment may not have answered yet, or opened the episode; that of others in the queue, too.
+            record, came_s = table.sample[samples], table.arrival_s[samples]
+            opened_s = np.where(np.isnan(record["ready_s"]), came_s + turns.reset_s[samples], record["ready_s"])
+            table.sample["ready_s"][samples] = opened_s
+            waits = record["turn"] == record["answered"]
+            table.arrival_s[samples] = np.maximum(came_s, np.where(waits, opened_s, -math.inf))
+            rows = np.concatenate([queue[cells[:queued]], rows])
+            rows, queued = rows[np.argsort(self._pool.table.arrival_s[rows], kind="stable")], 0
+        queue[cells[queued:]] = rows
         self._n["queued"] += len(samples)
         self._pool.changed(self._row)
-        table.arrival_s[samples] = at_s
         self.progress.safe_tokens[samples] = table.tokens[samples]
 
     def _check_fit(self, samples: Ints) -> None:
-        chosen = self.progress.table.sample[samples]
-        longest = int((chosen["prompt"] + chosen["target"]).max(initial=1)) - 1
+        batch = self.progress.batch
+        longest = int((batch.context_tokens + batch.response_tokens)[samples].max(initial=1)) - 1
         if self.shape.blocks(longest) > self.shape.kv_blocks:
             raise ValueError(
                 f"a sample of {longest} tokens needs {self.shape.blocks(longest)} KV blocks of "
@@ -404,7 +415,7 @@ class SimulatedEngine:
             self._n["rested_s"] = at_s
         lost = self.resident
         self._take_out(lost)
-        self.progress.table.tokens[lost] = self.progress.safe_tokens[lost]
+        self.progress.set_tokens(lost, self.progress.safe_tokens[lost])
         return lost
 
     @property

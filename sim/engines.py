@@ -75,9 +75,10 @@ class GeneratedStep:
 class StepEngines:
     """The engines of the steps that are being generated. A step is known by its number, from `begin` to `end`."""
 
-    def __init__(self, actors: Sequence[ActorShape], samples: int, nodes: int, steps: int = 1) -> None:
-        """Reserve room for `steps` steps at once, of `samples` samples and `nodes` prompts and shared prefixes each."""
-        self._free = rows_of(steps, samples, nodes)
+    def __init__(self, actors: Sequence[ActorShape], samples: int, nodes: int, turns: int, steps: int = 1) -> None:
+        """Reserve room for `steps` steps at once, each of `samples` samples, `nodes` nodes (RolloutBatch.nodes) and
+        `turns` turns."""
+        self._free = rows_of(steps, samples, nodes, turns)
         """Rows of the table that belong to no step."""
         self._actors = actors
         self._settled_s = -math.inf

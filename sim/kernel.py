@@ -259,14 +259,14 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
     n = state.n
     while n.queued > 0 and n.running + n.filling < limits.max_sequences:
         sample = state.queue[n.head]
-        group, context = table.sample[sample].group, table.sample[sample].prompt + table.tokens[sample]
-        blocks = -(-context // limits.block_tokens) - _held(state, table, limits, group)
+        leaf, context = table.sample[sample].leaf, table.sample[sample].prompt + table.tokens[sample]
+        blocks = -(-context // limits.block_tokens) - _held(state, table, limits, leaf)
         promised = state.phase[(1 - n.iteration) % limits.block_tokens]
         if table.sample[sample].arrival_s > n.now_s or blocks + promised > n.free:
             return
         n.head = (n.head + 1) % len(state.queue)
         n.queued -= 1
-        cached = _hold(state, table, limits, group, blocks) * limits.block_tokens
+        cached = _hold(state, table, limits, leaf, blocks) * limits.block_tokens
         n.admitted += 1
         table.sample[sample].admitted = n.admitted
         if math.isnan(table.sample[sample].start_s):
@@ -568,8 +568,20 @@ def _stop(state: State, table: Table, limits: Limits, key: int) -> None:
 def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
     n = state.n
     context = table.sample[sample].prompt + table.tokens[sample] - 1
+    turn, ready_s = table.sample[sample].turn, n.now_s
+    if table.sample[sample].leaf != table.sample[sample].group:
+        ready_s = _asked_s(table, sample, n.now_s)
+    if turn < table.sample[sample].last:
+        table.depth[table.sample[sample].leaf] = context  # what the next turn finds in the cache
+        _release(state, table, limits, sample, context, context)
+        table.sample[sample].turn = turn + 1
+        table.tokens[sample] += table.turn_given[turn]
+        table.sample[sample].target = table.turn_end[turn + 1]
+        table.sample[sample].arrival_s = ready_s
+        _queue(state, table, sample)
+        return
     _release(state, table, limits, sample, context, context)
-    table.sample[sample].finish_s = n.now_s
+    table.sample[sample].finish_s = ready_s
     table.home[sample], table.actor[sample] = UNASSIGNED, n.slot
     state.ended[state.totals[ENDED]] = sample
     state.totals[ENDED] += 1
@@ -577,7 +589,7 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
         return  # only its prefill has ended
     group = table.sample[sample].group
     table.finished[sample], table.truncated[sample] = True, table.sample[sample].cut
-    table.complete_s[group] = max(table.complete_s[group], n.now_s)
+    table.complete_s[group] = max(table.complete_s[group], ready_s)
     table.left[group] -= 1
     if table.left[group] == 0:
         step = table.step[group]
@@ -587,12 +599,39 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
 
 
 @part
+def _asked_s(table: Table, sample: int, now_s: float) -> float:
+    """Ask the environment about a turn; return when it answers. It makes each call once."""
+    record = table.sample[sample]
+    if record.turn >= record.answered:
+        record.answered, record.ready_s = record.turn + 1, now_s + table.turn_wait_s[record.turn]
+    if record.turn + 1 < record.answered:
+        return now_s
+    ready_s: float = max(record.ready_s, now_s)
+    return ready_s
+
+
+@part
+def _queue(state: State, table: Table, sample: int) -> None:
+    """Queue a sample that waits for its environment. The queue is in the order of arrivals."""
+    n = state.n
+    place = n.queued
+    while place > 0:
+        before = state.queue[(n.head + place - 1) % len(state.queue)]
+        if table.sample[before].arrival_s <= table.sample[sample].arrival_s:
+            break
+        state.queue[(n.head + place) % len(state.queue)] = before
+        place -= 1
+    state.queue[(n.head + place) % len(state.queue)] = sample
+    n.queued += 1
+
+
+@part
 def _release(state: State, table: Table, limits: Limits, sample: int, held_tokens: int, computed_tokens: int) -> None:
     """Free the blocks of a sequence, and of the nodes that no other sequence holds.
 
     Computed blocks of these nodes stay findable until they are evicted.
     """
-    n, node = state.n, table.sample[sample].group
+    n, node = state.n, table.sample[sample].leaf
     n.free += -(-held_tokens // limits.block_tokens) - table.depth[node] // limits.block_tokens
     while node >= 0:
         state.residents[node] -= 1

@@ -25,9 +25,14 @@ UNKNOWN = -1.0
 SAMPLE = np.dtype(
     [
         ("prompt", np.int64),
-        ("target", np.int64),  # response tokens when it ends
+        ("target", np.int64),  # response tokens at the end of its turn
         ("group", np.int64),
+        ("leaf", np.int64),  # the node whose blocks it holds: its prompt or, with several turns, a node of its own
+        ("turn", np.int64),  # its turn, as a row of the turns
+        ("last", np.int64),  # its last turn
+        ("answered", np.int64),  # the turn after the last one that the environment was asked about
         ("admitted", np.int64),  # its position in its engine's order of admission
+        ("ready_s", np.float64),  # when the environment has answered the last call
         ("arrival_s", np.float64),
         ("start_s", np.float64),
         ("finish_s", np.float64),
@@ -100,11 +105,14 @@ class Table(NamedTuple):
     actor: Ints  # [samples]: the slot that generated the end of each
     parent: Ints
     """`[nodes]`: the node of the next shorter shared prefix, or NONE. The prompts of groups are the first nodes, the
-    shared prefixes come after them."""
+    shared prefixes come after them, then those of the samples with several turns."""
     depth: Ints  # [nodes]: tokens of each that can be cached, counted from the first
     left: Ints  # [nodes]: of a prompt, its unfinished samples
     complete_s: Floats  # [nodes]: when the last of its finished samples ended
     step: Ints  # [nodes]: the number of its step's rows
+    turn_end: Ints  # [turns]: response tokens at its end
+    turn_given: Ints  # [turns]: tokens that the environment writes after it
+    turn_wait_s: Floats  # [turns]: how long the environment takes for that
     awaited: Ints
     """`[steps]`: complete groups until all engines stop, see `kernel.run`."""
 
@@ -132,7 +140,7 @@ class Table(NamedTuple):
         """Return views of these rows."""
         by_node = self.parent, self.depth, self.left, self.complete_s, self.step
         columns: list[Any] = [*(column[samples] for column in self[:6]), *(column[nodes] for column in by_node)]
-        columns.append(self.awaited)
+        columns += [self.turn_end, self.turn_given, self.turn_wait_s, self.awaited]
         return Table(*columns)
 
     def copied(self) -> Table:
@@ -140,9 +148,9 @@ class Table(NamedTuple):
         return Table(*columns)
 
 
-def table_of(samples: int, nodes: int, steps: int = 1) -> Table:
-    """Create empty rows for `steps` steps of `samples` samples and `nodes` prompts and shared prefixes each."""
-    samples, nodes, step = steps * samples, steps * nodes, np.repeat(np.arange(steps), nodes)
+def table_of(samples: int, nodes: int, turns: int = 0, steps: int = 1) -> Table:
+    """Create empty rows for `steps` steps of `samples` samples, `nodes` nodes and `turns` turns each."""
+    samples, nodes, turns, step = steps * samples, steps * nodes, steps * turns, np.repeat(np.arange(steps), nodes)
     return Table(
         sample=np.zeros(samples, dtype=SAMPLE),
         tokens=np.zeros(samples, dtype=np.int64),
@@ -155,6 +163,9 @@ def table_of(samples: int, nodes: int, steps: int = 1) -> Table:
         left=np.zeros(nodes, dtype=np.int64),
         complete_s=np.zeros(nodes),
         step=step,
+        turn_end=np.zeros(turns, dtype=np.int64),
+        turn_given=np.zeros(turns, dtype=np.int64),
+        turn_wait_s=np.zeros(turns),
         awaited=np.zeros(steps, dtype=np.int64),
     )
 

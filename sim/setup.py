@@ -117,7 +117,8 @@ class ServiceShape:
 
     slot_setup: SlotSetup
     function: str
-    work: Work
+    work: Work | None
+    """None: an environment, whose answers are waits of the samples (`sim.samples.EpisodeTurns`)."""
     group_s: float
     """Seconds per group, whatever its size."""
     token_s: float
@@ -138,6 +139,8 @@ class ServiceShape:
     def role(self) -> FunctionRole:
         if self.learns:
             return FunctionRole.UPDATES
+        if self.work is None:
+            return FunctionRole.ANSWERS
         return FunctionRole.SCORES if self.work is Work.SCORE else FunctionRole.ANNOTATES
 
 

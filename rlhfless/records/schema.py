@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from rlhfless.util.errors import UserError
 
-TRACE_VERSION = 7
+TRACE_VERSION = 8
 
 _DRAFT_TIMES: Mapping[str, Any] = {"draft_s": 0.0, "verify_s": 0.0}
 _DRAFTS: Mapping[str, Any] = {"drafted": [], "accepted": [], **_DRAFT_TIMES}
@@ -29,6 +29,7 @@ _EPISODE: Mapping[str, Any] = {
     "environment_s": 0.0,
     "episode_status": "",
     "episode": None,
+    "turn_spans": [],
 }
 _EPISODES: Mapping[str, Mapping[str, Any]] = {"rollouts": _EPISODE}
 _TEXT: Mapping[str, Mapping[str, Any]] = {"rollouts": {"text": None, **_EPISODE}}
@@ -40,6 +41,7 @@ ADDED: Mapping[int, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         4: {"invocations": _DRAFT_TIMES, **_TEXT},
         5: _TEXT,
         6: _EPISODES,
+        7: {"rollouts": {"turn_spans": []}},
     }
 )
 """Readable earlier versions: the columns that each table lacked, with the value for all rows."""
@@ -61,6 +63,18 @@ def _columns(name: str, columns: Mapping[str, pa.DataType], nullable: tuple[str,
 
 RECORDED = ("token_ids", "logprobs", "text", "episode")
 """Columns of `rollouts` that are null without `logging.record_tokens`. Text is a large string, without a dictionary."""
+
+_TURN_SPAN = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+        ("context_tokens", pa.int32()),
+        ("cached_tokens", pa.int32()),
+        ("started_s", pa.float64()),
+        ("ended_s", pa.float64()),
+        ("wait_s", pa.float64()),
+    ]
+)
 
 _VERSION_SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 
@@ -139,6 +153,7 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
                 "environment_s": pa.float64(),
                 "episode_status": pa.string(),
                 "episode": pa.large_string(),
+                "turn_spans": pa.list_(_TURN_SPAN),
             },
             nullable=RECORDED,
         ),

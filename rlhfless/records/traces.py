@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +68,22 @@ class TraceMeta:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """One turn of an episode: response tokens [start, end)."""
+
+    start: int
+    end: int
+    context_tokens: int
+    """All tokens before it, with those of the prompt."""
+    cached_tokens: int
+    """Of its context, those from the prefix cache."""
+    started_s: float  # unix time
+    ended_s: float
+    wait_s: float
+    """Seconds of waiting for the answers to its calls."""
+
+
+@dataclass(frozen=True, slots=True)
 class TracedRollout:
     """A row of the table `rollouts`."""
 
@@ -99,6 +115,26 @@ class TracedRollout:
     """How the episode ended (EpisodeStatus); empty in a run without an environment."""
     episode: Mapping[str, Any] | None = None
     """Turns and calls (Episode.as_json); None unless tokens were recorded."""
+    turn_spans: tuple[TurnSpan, ...] = ()
+    """Empty in a run without an environment."""
+
+    @property
+    def requests(self) -> tuple[TracedRollout, ...]:
+        """Its turns as responses of their own, each with its context as the prompt; without an episode, the rollout."""
+        if not self.turn_spans:
+            return (self,)
+        return tuple(
+            replace(
+                self,
+                prompt_tokens=turn.context_tokens,
+                response_tokens=turn.end - turn.start,
+                cached_tokens=turn.cached_tokens,
+                started_s=turn.started_s,
+                finished_s=turn.ended_s,
+                turn_spans=(),
+            )
+            for turn in self.turn_spans
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +265,18 @@ def _of_episode(rollout: Rollout) -> dict[str, Any]:
         "environment_tokens": given,
         "environment_s": episode.wait_s,
         "episode_status": str(episode.status),
+        "turn_spans": tuple(
+            TurnSpan(
+                turn.start,
+                turn.end,
+                len(episode.opening) + turn.start,
+                turn.cached_tokens,
+                turn.started_s,
+                turn.ended_s,
+                sum(call.wait_s for call in episode.calls if call.turn == number),
+            )
+            for number, turn in enumerate(episode.turns)
+        ),
     }
 
 
@@ -237,6 +285,7 @@ def _rollout_row(record: tuple[TracedRollout, Rollout | None]) -> tuple[Any, ...
     row = {name: getattr(traced, name) for name in TABLES["rollouts"].names}
     row |= {"reward_parts": list(traced.reward_parts.items()), "reward_failures": list(traced.reward_failures.items())}
     row["version_spans"] = [(span.version, span.start, span.end) for span in traced.version_spans]
+    row["turn_spans"] = [astuple(span) for span in traced.turn_spans]
     if drawn is not None:
         row |= {"token_ids": drawn.token_ids.astype(np.int32), "logprobs": drawn.logprobs, "text": storable(drawn.text)}
         row["episode"] = None if drawn.episode is None else json.dumps(drawn.episode.as_json(), ensure_ascii=False)
@@ -375,6 +424,7 @@ def _rollout(row: dict[str, Any]) -> TracedRollout:
     typed = {
         "finish_reason": FinishReason(row["finish_reason"]),
         "version_spans": tuple(VersionSpan(**span) for span in row["version_spans"]),
+        "turn_spans": tuple(TurnSpan(**span) for span in row["turn_spans"]),
         "token_ids": None if row["token_ids"] is None else tuple(row["token_ids"]),
         "logprobs": None if row["logprobs"] is None else tuple(row["logprobs"]),
         "episode": None if row["episode"] is None else json.loads(row["episode"]),

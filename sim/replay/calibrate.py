@@ -192,7 +192,8 @@ def _prior(trace: Trace) -> EngineModel:
     shape, kind = model_shape(trace), device_kind(trace)
     if shape is not None and kind in load_devices():
         return Roofline(shape, device_of(kind))
-    pace_s = median((row.finished_s - row.started_s) / row.response_tokens for row in trace.rollouts)
+    rows = (row for rollout in trace.rollouts for row in rollout.requests)
+    pace_s = median((row.finished_s - row.started_s) / row.response_tokens for row in rows)
     return LinearEngine(pace_s, 0.0, 0.0, pace_s / 100, 0.0)
 
 

@@ -55,13 +55,17 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
     def allocation(function: str) -> Allocation:
         return other.allocation(fleet.allocation(function), kind)
 
-    def service(function: str, work: Work, line: LineFit) -> ServiceShape:
+    def service(function: str, work: Work | None, line: LineFit) -> ServiceShape:
         slot_setup = slot_setup_of(allocation(function), start_s_of(trace, function))
         learned = latency.updates.get(function, LineFit(fixed_s=0.0))
         update = (learned.fixed_s, learned.token_s, epochs_of(trace, function))
         return ServiceShape(slot_setup, function, work, line.fixed_s, line.token_s, *update)
 
-    services = [service(FunctionName.SCORING, Work.SCORE, LineFit(fixed_s=latency.group_s))]
+    services = []
+    if fleet.lives(FunctionName.SCORING) or not fleet.lives(FunctionName.ENVIRONMENT):  # a run must have one of them
+        services.append(service(FunctionName.SCORING, Work.SCORE, LineFit(fixed_s=latency.group_s)))
+    if fleet.lives(FunctionName.ENVIRONMENT):
+        services.append(service(FunctionName.ENVIRONMENT, None, LineFit(fixed_s=0.0)))
     services += [service(name, Work.LOGPROBS, line) for name, line in latency.columns.items()]
     shape, start_s = (
         _engine_shape(trace, kv_tokens(trace, kind, other.kind or kind)),
@@ -200,7 +204,7 @@ class AsRecorded:
 
 def _engine_shape(trace: Trace, kv_tokens: int | None) -> EngineShape:
     sequences = max_sequences(trace)
-    longest = max(row.prompt_tokens + row.response_tokens for row in trace.rollouts)
+    longest = max(row.prompt_tokens + row.response_tokens for each in trace.rollouts for row in each.requests)
     block = CPU_BLOCK_TOKENS if device_kind(trace) == CPU_KIND else BLOCK_TOKENS
     blocks = sequences * (longest // block + 1) if kv_tokens is None else kv_tokens // block
     tokens = trace.meta.spec["generation"]["engine"].get("max_batch_tokens", sequences)

@@ -11,9 +11,9 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ import pyarrow as pa
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import PREFIXES, FinishReason
 from rlhfless.records.traces import read_tables
-from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.samples import EpisodeTurns, RolloutBatch
 from rlhfless.util.errors import UserError
 from rlhfless.util.text import parsed_json
 
@@ -162,8 +162,10 @@ def read_mooncake(path: str | os.PathLike[str]) -> list[WorkloadRequest]:
 
 
 RECORDED_COLUMNS = ["step", "prompt_id", "sample_index", "prompt_tokens", "response_tokens", "finish_reason"]
+EPISODE_COLUMNS = ["turns", "started_s", "finished_s", "turn_spans"]
 
-Row = tuple[str, int, int, int, bool]  # prompt_id, sample_index, prompt_tokens, response_tokens, truncated
+Row = tuple[str, int, int, int, bool, EpisodeTurns | None]
+"""prompt_id, sample_index, prompt_tokens, response_tokens, truncated, the turns of an episode"""
 
 
 def read_runtime(folder: str | os.PathLike[str]) -> list[RolloutBatch]:
@@ -173,13 +175,13 @@ def read_runtime(folder: str | os.PathLike[str]) -> list[RolloutBatch]:
     below 1, a sample twice in a step, siblings whose prompts differ in length.
     """
     tables = read_tables(folder)
-    table = tables["rollouts"].select(RECORDED_COLUMNS)
+    table = tables["rollouts"].select(RECORDED_COLUMNS + EPISODE_COLUMNS)
     shared = _prefixes(tables["decisions"])
     steps: dict[int, list[Row]] = defaultdict(list)
     seen: set[tuple[int, str, int]] = set()
     prompts: dict[tuple[int, str], int] = {}
-    for number, row in enumerate(zip(*(table[name].to_pylist() for name in RECORDED_COLUMNS), strict=True), 1):
-        step, prompt_id, sample_index, prompt, response, reason = row
+    for number, row in enumerate(zip(*(table[name].to_pylist() for name in table.column_names), strict=True), 1):
+        step, prompt_id, sample_index, prompt, response, reason, *episode = row
         where = f"{Path(folder) / 'rollouts'}, row {number} (step {step}, prompt {prompt_id!r}, sample {sample_index})"
         if prompt < 1 or response < 1:
             raise WorkloadError(f"{where}: prompt_tokens {prompt}, response_tokens {response}; both must be at least 1")
@@ -188,8 +190,33 @@ def read_runtime(folder: str | os.PathLike[str]) -> list[RolloutBatch]:
         if prompts.setdefault((step, prompt_id), prompt) != prompt:
             raise WorkloadError(f"{where}: prompt_tokens is {prompt}, and {prompts[step, prompt_id]} for its sibling")
         seen.add((step, prompt_id, sample_index))
-        steps[step].append((prompt_id, sample_index, prompt, response, reason == FinishReason.LENGTH))
+        turns = _recorded_turns(where, response, *episode)
+        steps[step].append((prompt_id, sample_index, prompt, response, reason == FinishReason.LENGTH, turns))
     return [_recorded_batch(step, sorted(rows), shared.get(step, {})) for step, rows in sorted(steps.items())]
+
+
+def _recorded_turns(
+    where: str, response: int, count: int, started_s: float, finished_s: float, spans: Sequence[Mapping[str, Any]]
+) -> EpisodeTurns | None:
+    """Return the turns of an episode, with its context before the first as `opening`; None without an environment.
+
+    A sample waits from the end of a turn to the start of the next one, which includes reading and writing tokens.
+    """
+    if not spans:
+        if count > 1:
+            raise WorkloadError(f"{where}: {count} turns, and the trace of an older version has no times of turns")
+        return None
+    start, end, context, begun_s, ended_s = (
+        np.array([span[name] for span in spans]) for name in ("start", "end", "context_tokens", "started_s", "ended_s")
+    )
+    return EpisodeTurns(
+        np.array([len(spans)]),
+        np.array([context[0]]),
+        end - start[0],
+        np.append(start[1:], response) - end,
+        np.maximum(np.append(begun_s[1:], finished_s) - ended_s, 0.0),
+        np.array([max(begun_s[0] - started_s, 0.0)]),
+    )
 
 
 def _prefixes(decisions: pa.Table) -> dict[int, dict[str, str]]:
@@ -201,12 +228,21 @@ def _prefixes(decisions: pa.Table) -> dict[int, dict[str, str]]:
 def _recorded_batch(step: int, rows: list[Row], shared: Mapping[str, str]) -> RolloutBatch:
     names = np.array([row[0] for row in rows])
     prompt_ids, first, group = np.unique(names, return_index=True, return_inverse=True)
+    prompt_tokens = np.array([rows[i][2] for i in first], dtype=np.int64)
+    turns = None
+    if any(row[5] is not None for row in rows):
+        turns = EpisodeTurns.joined([row[5] or EpisodeTurns.one(row[2], row[3]) for row in rows])
+        shortest = np.full(len(prompt_ids), np.iinfo(np.int64).max)
+        np.minimum.at(shortest, group, turns.opening)  # the opening of an episode has its prompt, as siblings share it
+        prompt_tokens, turns = shortest, replace(turns, opening=turns.opening - shortest[group])
     return RolloutBatch(
         step=step,
         prompt_ids=tuple(str(name) for name in prompt_ids),
-        prompt_tokens=np.array([rows[i][2] for i in first], dtype=np.int64),
+        prompt_tokens=prompt_tokens,
         group=group.astype(np.int64),
         response_tokens=np.array([row[3] for row in rows], dtype=np.int64),
         truncated=np.array([row[4] for row in rows], dtype=np.bool_),
-        prefixes=PrefixTree.parse([shared.get(str(name), "") for name in prompt_ids]) if shared else None,
+        # An episode's opening differs from its prompt, so the prompts' shared prefixes say nothing about it.
+        prefixes=PrefixTree.parse([shared.get(str(name), "") for name in prompt_ids]) if shared and not turns else None,
+        turns=turns,
     )

@@ -51,6 +51,19 @@ class Sequence:
     """Its number in order of admission. A sequence that is admitted again gets a new number."""
     to_prefill: int = 0
     prefilled: int = 0
+    opening: int = 0
+    """Tokens before its first turn that are not of its prompt."""
+    turns: deque[tuple[int, float, int]] = field(default_factory=deque)
+    """(tokens that the environment writes, seconds until then, tokens at the next turn's end) after each turn left, the
+    current one first; (0, seconds, 0) after the last."""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """When each of its turns came to the engine, and ended."""
+    own_tokens: int = 0
+    """Tokens of the context of its last turn, which its next one may find in the cache."""
+
+    @property
+    def context(self) -> int:
+        return self.prompt + self.opening + self.tokens
 
 
 @dataclass
@@ -128,7 +141,8 @@ class NaiveEngine:
 
     def keys(self, sequence: Sequence) -> list[tuple[object, int]]:
         """Return the keys of the whole blocks of its prompt. A prompt's last token is never found in a cache."""
-        spans = [*sequence.prefixes, (sequence.group, sequence.prompt - 1)]
+        spans: list[tuple[object, int]] = [*sequence.prefixes, (sequence.group, sequence.prompt - 1)]
+        spans.append((f"sample {sequence.sample}", sequence.own_tokens))
         found: list[tuple[object, int]] = []
         for name, tokens in spans:
             found += [(name, number) for number in range(len(found), tokens // self.shape.block_tokens)]
@@ -162,9 +176,26 @@ class NaiveEngine:
             s.held.append(block)
         return found
 
+    def end_turn(self, s: Sequence) -> None:
+        """Free the blocks of a sequence whose turn has ended, and queue its next turn, if any."""
+        given, wait_s, end = s.turns.popleft() if s.turns else (0, 0.0, 0)
+        s.spans.append((s.arrival_s, self.now_s))
+        if not end:
+            self.finish_s[s.sample] = self.now_s + wait_s
+            self.release(s)
+            return
+        s.own_tokens = s.context - 1
+        for block, key in zip(s.held, self.keys(s), strict=False):
+            if block.key is None:
+                block.key = key
+                self.cache[key] = block
+        self.release(s)
+        s.tokens, s.target, s.arrival_s = s.tokens + given, end, self.now_s + wait_s
+        self.queue = deque(sorted([*self.queue, s], key=lambda each: each.arrival_s))
+
     def release(self, s: Sequence) -> None:
         """Free the sequence's blocks, the last block first."""
-        computed = (s.prefilled if s.to_prefill else s.prompt + s.tokens - 1) // self.shape.block_tokens
+        computed = (s.prefilled if s.to_prefill else s.context - 1) // self.shape.block_tokens
         for number in reversed(range(len(s.held))):
             block = s.held[number]
             block.users -= 1
@@ -178,7 +209,7 @@ class NaiveEngine:
 
     def needs_block(self, s: Sequence) -> bool:
         """Return whether its next decode iteration writes beyond its last block."""
-        return self.shape.blocks(s.prompt + s.tokens) > len(s.held)
+        return self.shape.blocks(s.context) > len(s.held)
 
     def needed(self) -> int:
         return sum(self.needs_block(s) for s in self.running)
@@ -195,7 +226,7 @@ class NaiveEngine:
     def admit(self) -> None:
         while self.queue and len(self.filling) + len(self.running) < self.shape.max_sequences:
             head = self.queue[0]
-            held = head.prompt + head.tokens
+            held = head.context
             shared = sum(key in self.cache and self.cache[key].users > 0 for key in self.keys(head))
             cost = self.shape.blocks(held) - shared
             if head.arrival_s > self.now_s or cost + self.needed() > self.free:
@@ -225,7 +256,7 @@ class NaiveEngine:
     def seconds(self, chunks: list[tuple[Sequence, int]], decoding: bool) -> float:
         spent_s = sum(self.model.prefill_s(take, s.prefilled) for s, take in chunks)
         if decoding:
-            context = sum(s.prompt + s.tokens for s in self.running)
+            context = sum(s.context for s in self.running)
             spent_s += self.model.iteration_s(len(self.running)) + self.model.context_s * context
         return spent_s
 
@@ -245,7 +276,6 @@ class NaiveEngine:
         self.filling = [s for s in self.filling if s.to_prefill]
         at_once = [s for s in ready if s.tokens == s.target]
         ended = sorted((s for s in self.running if s.tokens == s.target), key=lambda s: s.sample)
+        self.running = [s for s in self.running if s not in ended] + [s for s in ready if s not in at_once]
         for s in (*at_once, *ended):
-            self.finish_s[s.sample] = self.now_s
-            self.release(s)
-        self.running = [s for s in self.running if s.tokens < s.target] + [s for s in ready if s not in at_once]
+            self.end_turn(s)

@@ -216,7 +216,7 @@ def test_unknown_version_of_meta_is_refused(tmp_path: Path, version: object) -> 
     write_one_of_each(tmp_path)
     path = tmp_path / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trace_version": version}))
-    with pytest.raises(TraceError, match=f"trace version {version}, .* knows 2, 3, 4, 5, 6 and {TRACE_VERSION}"):
+    with pytest.raises(TraceError, match=f"trace version {version}, .* knows 2, 3, 4, 5, 6, 7 and {TRACE_VERSION}"):
         read_trace(tmp_path)
 
 

@@ -165,6 +165,7 @@ class LatencyFit:
         """Add a step of the ledger: each actor's generate calls, and the rollouts finished in them.
 
         A rollout that migrated from another actor started before the call; it counts as load only, from the call on.
+        Each turn of an episode is a request; those that ended before a call of the actor were made elsewhere.
         Actors that generated nothing and computed prompts for others are included.
         """
         self.forget()
@@ -173,9 +174,8 @@ class LatencyFit:
         calls = [call for call in every if call.work is Work.GENERATE]
         by_actor = sorted(rollouts, key=lambda rollout: rollout.actor)
         for actor, group in groupby(by_actor, key=lambda rollout: rollout.actor):
-            rows = tuple(group)
             of_actor = [call for call in calls if call.replica == actor]
-            came = [_came_s(row, of_actor) for row in rows]
+            rows, came = _requests(group, of_actor)
             came_s = np.array([row.started_s if at is None else at for row, at in zip(rows, came, strict=True)])
             learn = np.array([row.started_s == at for row, at in zip(rows, came, strict=True)])
             order = np.argsort(came_s, kind="stable")
@@ -235,6 +235,15 @@ def _pairs(call: Invocation) -> float:
     """Return the pairs of a computed token and a token that it attends to."""
     new, prompts = call.input_tokens - call.cached_tokens, max(call.sequences, 1)
     return new * (call.cached_tokens + new / 2) / prompts
+
+
+def _requests(
+    rollouts: Iterable[TracedRollout], calls: Sequence[Invocation]
+) -> tuple[list[TracedRollout], list[float | None]]:
+    """Return the requests of an actor's rollouts, and when each came (`_came_s`)."""
+    found = [(row, _came_s(row, calls), rollout) for rollout in rollouts for row in rollout.requests]
+    kept = [(row, came) for row, came, rollout in found if came is not None or row is rollout]
+    return [row for row, _ in kept], [came for _, came in kept]
 
 
 def _came_s(rollout: TracedRollout, calls: Iterable[Invocation]) -> float | None:
