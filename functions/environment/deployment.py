@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfless.environments.contract import Description
+from rlhfless.environments.contract import Description, EnvironmentSource
 from rlhfless.environments.kept_sessions import GivenAnswer, KeptSessions
 from rlhfless.environments.workers import EnvironmentWorkers
 from rlhfless.functions.base import CallResult, DeviceBinding, Function, FunctionSettings, admitted
@@ -47,7 +47,8 @@ class EnvironmentFunction(Function):
         settings.binding.bind()
         add_import_paths(settings.import_paths)
         spec = settings.environment
-        self._workers = EnvironmentWorkers(spec.type, spec.sessions, call_s=spec.call_s, memory_mib=spec.memory_mib)
+        source = EnvironmentSource.of(spec)
+        self._workers = EnvironmentWorkers(source, spec.sessions, call_s=spec.call_s, memory_mib=spec.memory_mib)
         self._sessions = KeptSessions(self._workers, spec.episode_s)
 
     @admitted

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhfless.environments.contract import Description
 from rlhfless.environments.kept_sessions import GivenAnswer
-from rlhfless.environments.protocol import ModelAsked, ModelTurn, Opening
+from rlhfless.environments.protocol import ModelAsked, ModelTurn, Opening, PlayResult
 from rlhfless.environments.trajectory import Answer
 from rlhfless.functions.calls import Call, Reply
 from rlhfless.util.errors import class_and_line
@@ -101,12 +101,12 @@ class RemoteSession:
         opening: Opening = await self._ask("restore", 0, state)
         return opening
 
-    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> float | None:
+    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> PlayResult:
         number = 0
-        asked: ModelAsked | float | None = await self._ask("play", 0, seed, row)
+        asked: ModelAsked | PlayResult = await self._ask("play", 0, seed, row)
         while isinstance(asked, ModelAsked):
             number += 1
-            asked = await self._ask("turn", number, await turn(asked.messages))
+            asked = await self._ask("turn", number, await turn(asked))
         return asked
 
     async def _ask(self, method: str, number: int, *arguments: Any) -> Any:

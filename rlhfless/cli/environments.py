@@ -12,8 +12,10 @@ import typer
 from rlhfless.util.text import legible
 
 if TYPE_CHECKING:
+    from rlhfless.environments.contract import EnvironmentSource
     from rlhfless.environments.trajectory import Trajectory
     from rlhfless.prepare.environment_trial import EnvironmentTrial
+    from rlhfless.spec import EnvironmentSpec
 
 _SHOWN = 1
 """Transcripts that are printed besides those of failed episodes; JSON has all."""
@@ -28,7 +30,11 @@ environments.callback()(lambda: None)  # without it, typer would turn a group of
 @environments.command("test")
 def try_out(
     target: Annotated[
-        str, typer.Argument(metavar="ENVIRONMENT", help="`my_env.py`, `my_env.py:Class` or `module:Class`.")
+        str,
+        typer.Argument(
+            metavar="ENVIRONMENT",
+            help="`my_env.py`, `my_env.py:Class`, `module:Class`, or `run.yaml`: the environment of a run's spec.",
+        ),
     ],
     rows: Annotated[
         Path | None, typer.Option("--rows", metavar="FILE", help="JSONL or Parquet with one row per task.")
@@ -45,9 +51,13 @@ def try_out(
     model: Annotated[
         str, typer.Option("--model", metavar="PATH", help="Use the tokenizer and chat template of this model.")
     ] = "",
-    turns: Annotated[int, typer.Option("--turns", min=1, help="Turns of an episode.")] = 16,
-    call_s: Annotated[float, typer.Option("--call-s", min=0.01, help="Seconds of one call.")] = 30.0,
-    memory_mib: Annotated[int, typer.Option("--memory-mib", min=64, help="Memory of one session.")] = 1024,
+    turns: Annotated[int | None, typer.Option("--turns", min=1, help="Turns of an episode (default: 16).")] = None,
+    call_s: Annotated[
+        float | None, typer.Option("--call-s", min=0.01, help="Seconds of one call (default: 30).")
+    ] = None,
+    memory_mib: Annotated[
+        int | None, typer.Option("--memory-mib", min=64, help="Memory of one session (default: 1024).")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of episodes and policy.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -58,14 +68,33 @@ def try_out(
     from rlhfless.environments.trajectory import EpisodeLimits
     from rlhfless.prepare.environment_trial import TrialSettings, try_environment
 
-    limits = EpisodeLimits(turns=turns, call_s=call_s, retries=0)
-    trial = try_environment(TrialSettings(target, rows, episodes, policy, model, seed, memory_mib, limits))
+    source, spec = _source(target)
+    given = {"turns": turns, "call_s": call_s, "memory_mib": memory_mib, "retries": 0}
+    spec = spec.model_copy(update={name: value for name, value in given.items() if value is not None})
+    limits = EpisodeLimits.of(spec, EpisodeLimits().context_tokens)
+    trial = try_environment(TrialSettings(source, rows, episodes, policy, model, seed, spec.memory_mib, limits))
     if as_json:
         typer.echo(json.dumps(_as_json(trial), indent=2, ensure_ascii=False))
     else:
         _show(trial)
     if trial.faults:
         raise typer.Exit(1)
+
+
+def _source(target: str) -> tuple[EnvironmentSource, EnvironmentSpec]:
+    """Return the environment that a target or a run's spec names, and its limits. Raises InputError."""
+    from rlhfless.environments.contract import EnvironmentSource
+    from rlhfless.spec import EnvironmentSpec
+    from rlhfless.spec.errors import InputError, Problem
+    from rlhfless.spec.load import load_spec
+
+    if not target.endswith((".yaml", ".yml")):
+        return EnvironmentSource(target), EnvironmentSpec(type="module:Class")
+    spec = load_spec(target).environment
+    if spec is None:
+        hint = "name the environment itself, or a spec that has one"
+        raise InputError(f"spec {target!r}", [Problem("environment", "is missing", hint)])
+    return EnvironmentSource.of(spec), spec
 
 
 def _show(trial: EnvironmentTrial) -> None:
@@ -108,6 +137,8 @@ def _figures(episode: Trajectory) -> dict[str, Any]:
     return {
         "status": str(episode.status),
         "reward": episode.reward,
+        "parts": dict(episode.parts),
+        "refused_requests": episode.refused,
         "turns": len(episode.turns),
         "calls": len(episode.calls),
         "invalid_calls": invalid + sum(turn.parsed.value in ("invalid", "unfinished") for turn in episode.turns),

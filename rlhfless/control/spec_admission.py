@@ -114,7 +114,8 @@ def unstorable(values: Any, place: str = "", depth: int = 0) -> Iterator[Problem
 
 
 CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",
-        "rewards.*.target", "functions.*", "functions.*.type", "generation.engine.type")  # fmt: skip
+        "rewards.*.target", "functions.*", "functions.*.type", "generation.engine.type",
+        "environment.type")  # fmt: skip
 """Fields that may name user code."""
 
 SCENARIO_FILES = frozenset({"path", "prices", "devices"})
@@ -124,7 +125,13 @@ SCENARIO_FILES = frozenset({"path", "prices", "devices"})
 def code_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
     """Return the code paths in a spec that the service does not allow. `values` are not validated yet."""
     places = [position for field in CODE for position in values_at(values, field.split("."))]
-    return [problem for place, value in places for problem in _code(place, value, settings)]
+    problems = [problem for place, value in places for problem in _code(place, value, settings)]
+    for key, what in (("command", "a program"), ("servers", "programs, or connects to hosts of its choice")):
+        for place, value in values_at(values, ["environment", key]):
+            if value:
+                hint = "name a class of an allowed package that does it, as `environment.type`"
+                problems.append(Problem(place, f"{shown(value)}: this service runs no spec that names {what}", hint))
+    return problems
 
 
 def _code(place: str, value: Any, settings: ServiceSettings) -> Iterator[Problem]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlhfless.chat.encoding import Encoder
 from rlhfless.chat.messages import ASSISTANT, DataFault, Message, ToolCall
 from rlhfless.chat.template import ChatTemplate
 from rlhfless.environments.tool_calls import Syntax, Unreadable, syntax_of
+from rlhfless.environments.tool_messages import call_id, function_name, tool_message
 from rlhfless.environments.trajectory import Parsed, Tokens
 from rlhfless.records import FinishReason
 from rlhfless.spec.errors import InputError, Problem
@@ -57,12 +58,16 @@ class Given:
 class ChatFormat(Protocol):
     """Converts between messages and tokens."""
 
+    def check(self, tools: Tools) -> None:
+        """Find the syntax of tool calls, and prove that turns can be added. Raises InputError."""
+        ...
+
     def opening(self, prompt: Sequence[Message], added: Sequence[Message], tools: Tools, most: int) -> Given:
         """Return the tokens up to the model's first turn. `most`: tokens of each text of `added`."""
         ...
 
     def read(self, token_ids: Sequence[int], finish_reason: FinishReason, tools: Tools) -> ReadTurn:
-        """Read a turn of the model."""
+        """Read a turn of the model. Without tools, it has no calls."""
         ...
 
     def following(self, turn: ReadTurn, token_ids: Sequence[int], added: Sequence[Message], most: int) -> Given:
@@ -176,7 +181,7 @@ class TemplateFormat:
             return ReadTurn(text, message, Parsed.UNFINISHED, "the turn ended inside its thought")
         thought = thought.partition("<think>")[2] or thought
         try:
-            content, calls = (answer, []) if self._syntax is None else self._syntax.split(answer, tools)
+            content, calls = (answer, []) if self._syntax is None or not tools else self._syntax.split(answer, tools)
             if calls[1:] and not self._takes_several:
                 raise Unreadable("a turn may have one tool call")
         except Unreadable as error:
@@ -280,31 +285,17 @@ _EXAMPLE = ToolCall("probe", {"text": "a"}, "call00001")
 _OTHER = "use a model of the families in docs/environments.md"
 
 
-def tool_message(call: ToolCall, index: int, text: str) -> Message:
-    """Return the result of a turn's call number `index` for the model."""
-    return Message("tool", (text,), further={"tool_call_id": _call_id(call, index), "name": _function_name(call)})
-
-
-def _function_name(call: ToolCall) -> str:
-    """Return a name that every template can write: the model may have called anything."""
-    return call.name if re.fullmatch(r"[\w.-]{1,64}", call.name) else "unknown"
-
-
-def _call_id(call: ToolCall, index: int) -> str:
-    return call.call_id or f"call{index:05}"
-
-
 def _with_text(message: Message, text: str) -> Message:
-    return Message(message.role, (text,), further=message.further)
+    return replace(message, content=(text,))
 
 
 def _answered(calls: Sequence[ToolCall]) -> Message:
     """Return an assistant's turn whose last text is the stand-in."""
     if not calls:
         return Message(ASSISTANT, (_ANSWER,))
-    names = [_function_name(call) for call in calls]
+    names = [function_name(call) for call in calls]
     names[-1] += _ANSWER
     written = (
-        ToolCall(name, {}, _call_id(call, index)) for index, (name, call) in enumerate(zip(names, calls, strict=True))
+        ToolCall(name, {}, call_id(call, index)) for index, (name, call) in enumerate(zip(names, calls, strict=True))
     )
     return Message(ASSISTANT, ("",), calls=tuple(written))

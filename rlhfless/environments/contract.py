@@ -11,28 +11,22 @@ A function `async play(task, model)` has its own loop of turns.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
-import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
+from rlhfless.spec import EnvironmentSpec
 from rlhfless.spec.errors import InputError, Problem
-from rlhfless.spec.explain import nearest, shown
-from rlhfless.spec.imports import TargetError, cause, load_target
+from rlhfless.spec.explain import shown
 
 OWN_METHODS = ("reset", "observe", "done", "reward", "snapshot", "restore", "close", "tools", "call")
 """Public methods that are not tools."""
-
-PLAY = "play"
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _EXAMPLE = "see the example at the top of docs/environments.md"
@@ -44,6 +38,10 @@ class ToolError(Exception):
 
 class EpisodeOver(Exception):
     """Raised by `model.turn` in the user's own loop, at a limit of the episode."""
+
+
+class ConversationChanged(Exception):
+    """Raised by `model.chat` in the user's own loop: the messages do not extend the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +105,26 @@ class Description:
     """Whether it has `tools()`."""
 
 
+@dataclass(frozen=True, slots=True)
+class EnvironmentSource:
+    """Where an environment comes from."""
+
+    target: str
+    """`module:Class`, `path.py:Class`, `path.py`, `process` or `mcp`."""
+    command: tuple[str, ...] = ()
+    """Of a `process`."""
+    folder: str | None = None
+    """Of a `process`."""
+    servers: tuple[Mapping[str, Any] | str, ...] = ()
+    """Of `mcp`."""
+
+    @classmethod
+    def of(cls, spec: EnvironmentSpec) -> EnvironmentSource:
+        """Return the source that a spec names."""
+        servers = (each if isinstance(each, str) else each.parameters for each in spec.servers)
+        return cls(spec.type, spec.command, spec.folder, tuple(servers))
+
+
 @dataclass(frozen=True)
 class Environment:
     """A user's environment, loaded and checked."""
@@ -135,78 +153,12 @@ class Environment:
         )
 
 
-def load(target: str) -> Environment:
-    """Load `module:Class`, `path.py:Class` or `path.py`. Raises InputError with all that breaks the contract."""
-    return checked(target, _code(target))
-
-
 def checked(target: str, code: Any) -> Environment:
     """Return a class or function as an environment. Raises InputError with all that breaks the contract."""
     tools, problems = _checked_function(code) if inspect.isfunction(code) else _checked_class(code)
     if problems:
         raise InputError(f"environment {target!r}", problems)
     return Environment(target, code, tools)
-
-
-def _code(target: str) -> Any:
-    """Return the class or function that a target names. Raises InputError."""
-    path, _, name = target.partition(":")
-    if path.endswith(".py"):
-        module = _module_of_file(target, Path(path))
-        code = getattr(module, name, None) if name else _only_environment(target, module)
-        if code is None:
-            hint = (
-                nearest(name, _candidates(module)) + f"Environments there: {', '.join(_candidates(module)) or 'none'}"
-            )
-            raise _refused(target, name, f"there is no `{name}` in {path}", hint)
-    elif name:
-        try:
-            code = load_target(target)
-        except TargetError as error:
-            raise _refused(target, "", error.what, error.hint) from error
-    else:
-        raise _refused(target, "", f"got {shown(target)}", "write `module:Class`, `path.py:Class` or `path.py`")
-    if not inspect.isclass(code) and not inspect.isfunction(code):
-        raise _refused(target, name, f"is a {type(code).__name__}", "name a class, or an async function `play`")
-    return code
-
-
-def _module_of_file(target: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise _refused(target, "", f"no such file: {str(path)!r}", "relative paths count from the current folder")
-    folder = str(path.parent.absolute())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    name = "environment_" + re.sub(r"\W", "_", path.stem)  # a file `queue.py` must not become the module `queue`
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None, "its suffix is .py"
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # type hints of its classes are looked up there
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's module may raise any error while it is imported
-        raise _refused(target, "", f"importing {str(path)!r} failed: {cause(error)}", "") from error
-    return module
-
-
-def _candidates(module: ModuleType) -> list[str]:
-    """Return the names of a module's own environments."""
-    own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-    classes = [name for name, value in own.items() if inspect.isclass(value) and hasattr(value, "reset")]
-    return classes + ([PLAY] if inspect.isfunction(own.get(PLAY)) else [])
-
-
-def _only_environment(target: str, module: ModuleType) -> Any:
-    names = _candidates(module)
-    if len(names) != 1:
-        found = f"it has {len(names)}: {', '.join(names)}" if names else "it has no class with `reset(seed, row)`"
-        raise _refused(target, "", found, f"name one, as in `{target}:{(names or ['Guess'])[0]}`")
-    return getattr(module, names[0])
-
-
-def _refused(target: str, where: str, what: str, hint: str) -> InputError:
-    return InputError(f"environment {target!r}", [Problem(where, what, hint)])
 
 
 def _digest(code: Any) -> str:

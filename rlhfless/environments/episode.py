@@ -10,14 +10,15 @@ rewards. What the model does wrong is part of the episode, and is scored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.chat.messages import Message
-from rlhfless.environments.chat_format import ChatFormat, ReadTurn, tool_message
-from rlhfless.environments.protocol import EnvironmentFailed, Model, OpenSession
+from rlhfless.chat.messages import DataFault, Message
+from rlhfless.environments.chat_format import ChatFormat, ReadTurn
+from rlhfless.environments.protocol import EnvironmentFailed, Model, ModelAnswer, ModelAsked, OpenSession
 from rlhfless.environments.recovery import NotReplayable, RecoveredEnvironment
+from rlhfless.environments.tool_messages import tool_message
 from rlhfless.environments.trajectory import (
     Answer,
     AnswerOutcome,
@@ -31,7 +32,8 @@ from rlhfless.environments.trajectory import (
     Segment,
     Trajectory,
 )
-from rlhfless.records import EpisodeStatus
+from rlhfless.records import EpisodeStatus, FinishReason
+from rlhfless.spec.errors import InputError
 from rlhfless.util.clock import monotonic_s, unix_s
 
 
@@ -50,7 +52,7 @@ Journal = Callable[[Event], Awaitable[None]]
 
 
 class _SessionLost(Exception):
-    """The session of `past` is gone, and its calls cannot be repeated."""
+    """The session of `past` is gone, and what it did cannot be repeated; the message is the cause."""
 
 
 class _Ended(Exception):
@@ -73,8 +75,9 @@ async def play_episode(
     """Play an episode to its end. Raises only the model's and the journal's errors.
 
     `past`: events of another process that played the beginning. If the session is still open, or the environment is
-    replayable, the calls are repeated, and the answers must be the same; the model generates only what is not there.
-    Otherwise the episode starts again.
+    replayable, the calls are repeated, and the answers must be the same; the model generates only what is not there. A
+    user's own loop is run again, with the turns of `past` while its messages are the same. Otherwise the episode starts
+    again.
     """
     started_s, failures = unix_s(), list[str]()
     deadline_s = asyncio.get_running_loop().time() + limits.episode_s
@@ -83,13 +86,16 @@ async def play_episode(
         episode = _Episode(task, model, chat, environments, limits, _After(len(past), journal), failures, past)
         try:
             status, cause = await episode.play(deadline_s), ""
-        except _SessionLost:
-            past = await _restart(journal, "its session is gone, and its environment is not replayable")
+        except _SessionLost as lost:
+            past = await _restart(journal, str(lost))
             continue
         except EnvironmentFailed as error:
             failures.append(str(error))
             if len(failures) <= limits.retries:
-                past = await _restart(journal, str(error))
+                if environments.description.plays:  # it is run again, with the turns that it has had
+                    past = max(past, episode.events, key=len)
+                else:
+                    past = await _restart(journal, str(error))
                 continue
             status, cause = EpisodeStatus.FAILED, str(error)
         return Trajectory(
@@ -98,6 +104,8 @@ async def play_episode(
             calls=tuple(episode.calls),
             status=status,
             reward=None if status is EpisodeStatus.FAILED else episode.reward,
+            parts=episode.parts,
+            refused=episode.refused,
             environment=environments.description.name,
             digest=environments.description.digest,
             cause=cause,
@@ -147,16 +155,20 @@ class _Episode:
         self._task, self._model, self._chat, self._limits = task, model, chat, limits
         self._description = environments.description
         self._environment = RecoveredEnvironment(environments, task, limits, failures)
-        self._journal = journal
+        self._write = journal
         self._tools: Sequence[Any] = ()
         self._tokens: list[int] = []
         self._invalid_turns = 0
         self._has_past = bool(past)
         self._past_turns = [event for event in past if isinstance(event, ModelSegment)]
         self._past_calls = [event for event in past if isinstance(event, EnvironmentCall)]
+        self._past_context = [event for event in past if isinstance(event, ContextSegment)]
+        self.events: list[Event] = []
         self.segments: list[Segment] = []
         self.calls: list[EnvironmentCall] = []
         self.reward: float | None = None
+        self.parts: Mapping[str, float] = {}
+        self.refused = 0
 
     async def play(self, deadline_s: float) -> EpisodeStatus:
         """Raises EnvironmentFailed."""
@@ -179,7 +191,7 @@ class _Episode:
         opening = await self._environment.open()
         self._require_session()
         self._tools = opening.tools
-        await self._begin(self._task.messages, opening.messages)
+        await self._begin(self._task.messages, opening.messages, self._limits.result_tokens)
         while True:
             try:
                 turn, segment = await self._generate()
@@ -199,35 +211,70 @@ class _Episode:
         """Run the user's `play`; its messages are the given segments."""
         ended: list[EpisodeStatus] = []
         last: list[tuple[ReadTurn, ModelSegment]] = []
+        since_s = monotonic_s()
 
-        async def turn(messages: Sequence[Message]) -> Message | None:
-            self._require_session()
+        async def turn(asked: ModelAsked) -> ModelAnswer | None:
+            nonlocal since_s
             try:
                 if len(self._model_turns()) >= self._limits.turns:
                     raise _Ended(EpisodeStatus.TURNS)
-                await (self._give(Origin.USER, *last[0], messages) if last else self._begin((), messages))
-                last[:] = [await self._generate()]
+                if last:
+                    await self._note(last[0][0], asked.messages, monotonic_s() - since_s)
+                    await self._give(Origin.USER, *last[0], asked.messages)
+                else:
+                    self._tools = asked.tools
+                    self._chat.check(self._tools)
+                    await self._begin((), asked.messages, self._limits.context_tokens)
+                context_tokens = len(self._tokens)
+                last[:] = [await self._generate(asked.max_tokens)]
             except _Ended as end:
                 ended[:] = [end.status]
                 return None
-            return last[0][0].message
+            except DataFault as error:
+                raise EnvironmentFailed(
+                    f"the chat template does not take its messages: {error}; {error.hint}"
+                ) from error
+            except InputError as error:
+                raise EnvironmentFailed(str(error)) from error
+            since_s = monotonic_s()
+            read, segment = last[0]
+            is_cut = segment.generated.finish_reason is FinishReason.LENGTH
+            return ModelAnswer(read.message, is_cut, context_tokens, len(segment.token_ids))
 
-        self.reward = await self._environment.play(turn)
+        result = await self._environment.play(turn)
+        self.reward, self.parts, self.refused = result.reward, result.parts, result.refused
         return ended[0] if ended else EpisodeStatus.DONE
+
+    async def _note(self, turn: ReadTurn, added: Sequence[Message], wait_s: float) -> None:
+        """Record the messages of the user's own loop after a turn: results of its calls, and others as observations."""
+        calls = iter(turn.message.calls)
+        for message in added:
+            call = next(calls, None) if message.role == "tool" else None
+            tool, arguments = (call.name, call.arguments) if call else ("", turn.message.text)
+            number = len(self.calls) + 1
+            await self._journal((number, tool, arguments))
+            answer = Answer(message.text)
+            at = len(self._model_turns()) - 1
+            self.calls.append(
+                EnvironmentCall(number, at, tool, arguments, answer, wait_s, call.call_id if call else None)
+            )
+            await self._journal(self.calls[-1])
+            wait_s = 0.0
 
     def _require_session(self) -> None:
         """Raise _SessionLost if the past cannot be repeated."""
         if self._has_past and not (self._description.replayable or self._environment.resumed):
-            raise _SessionLost
+            raise _SessionLost("its session is gone, and its environment is not replayable")
 
-    async def _begin(self, prompt: Sequence[Message], added: Sequence[Message]) -> None:
-        given = self._chat.opening(prompt, added, self._tools, self._limits.result_tokens)
+    async def _begin(self, prompt: Sequence[Message], added: Sequence[Message], most: int) -> None:
+        given = self._chat.opening(prompt, added, self._tools, most)
         await self._add(ContextSegment(Origin.PROMPT, given.token_ids, given.bodies))
 
-    async def _generate(self) -> tuple[ReadTurn, ModelSegment]:
+    async def _generate(self, max_tokens: int | None = None) -> tuple[ReadTurn, ModelSegment]:
         """Return the model's next turn. Raises _Ended if there is no room for it."""
         number = len(self._model_turns())
-        room = min(self._limits.turn_tokens, self._limits.context_tokens - len(self._tokens))
+        most = self._limits.turn_tokens if max_tokens is None else min(self._limits.turn_tokens, max_tokens)
+        room = min(most, self._limits.context_tokens - len(self._tokens))
         if room < 1:
             raise _Ended(EpisodeStatus.TOKENS)
         if number < len(self._past_turns):
@@ -282,16 +329,27 @@ class _Episode:
 
     async def _give(self, origin: Origin, turn: ReadTurn, segment: ModelSegment, added: Sequence[Message]) -> None:
         given = self._chat.following(turn, segment.token_ids, added, self._limits.result_tokens)
-        if any(given.cut_tokens) and origin is not Origin.USER and not turn.fault:
+        if any(given.cut_tokens) and (origin is Origin.USER or not turn.fault):
             first = len(self.calls) - len(given.cut_tokens)
             for index, cut in enumerate(given.cut_tokens):
                 self.calls[first + index] = replace(self.calls[first + index], cut_tokens=cut)
         await self._add(ContextSegment(origin, given.token_ids, given.bodies))
 
     async def _add(self, segment: Segment) -> None:
+        """Raises NotReplayable or _SessionLost for a context that is not that of `past`."""
+        if isinstance(segment, ContextSegment):
+            number = sum(isinstance(each, ContextSegment) for each in self.segments)
+            if number < len(self._past_context) and segment.token_ids != self._past_context[number].token_ids:
+                if self._description.plays:
+                    raise _SessionLost("its loop was run again, and gave other messages")
+                raise NotReplayable(0, "")
         self.segments.append(segment)
         self._tokens += segment.token_ids
         await self._journal(segment)
+
+    async def _journal(self, event: Event) -> None:
+        self.events.append(event)
+        await self._write(event)
 
     def _model_turns(self) -> list[ModelSegment]:
         return [segment for segment in self.segments if isinstance(segment, ModelSegment)]

@@ -15,9 +15,8 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfless.chat.messages import Message
 from rlhfless.environments.contract import Description
-from rlhfless.environments.protocol import EnvironmentFailed, EnvironmentSession, ModelAsked
+from rlhfless.environments.protocol import EnvironmentFailed, EnvironmentSession, ModelAnswer, ModelAsked, PlayResult
 from rlhfless.environments.workers import EnvironmentWorkers
 
 log = logging.getLogger(__name__)
@@ -43,9 +42,9 @@ class _Session:
     on: EnvironmentSession | None = None
     calls: dict[tuple[str, int], tuple[Any, asyncio.Task[Any]]] = field(default_factory=dict)
     """By method and number: the arguments, and the call."""
-    asked: asyncio.Queue[ModelAsked | float | None] = field(default_factory=asyncio.Queue)
-    """What the user's own loop asks next, or its reward."""
-    turns: asyncio.Queue[Message | None] = field(default_factory=asyncio.Queue)
+    asked: asyncio.Queue[ModelAsked | PlayResult] = field(default_factory=asyncio.Queue)
+    """What the user's own loop asks next, or its result."""
+    turns: asyncio.Queue[ModelAnswer | None] = field(default_factory=asyncio.Queue)
     loop: asyncio.Task[None] | None = None
 
 
@@ -127,22 +126,23 @@ class KeptSessions:
         return await body(*arguments)
 
     async def _play(self, session: _Session, seed: int, row: Any) -> None:
-        async def turn(messages: Any) -> Message | None:
-            session.asked.put_nowait(ModelAsked(tuple(messages)))
+        async def turn(asked: ModelAsked) -> ModelAnswer | None:
+            session.asked.put_nowait(asked)
             return await session.turns.get()
 
         assert session.on is not None
         session.asked.put_nowait(await session.on.play(seed, row, turn))
 
-    async def _next_asked(self, session: _Session) -> ModelAsked | float | None:
-        """Return what the user's own loop asks next, or its reward. Raises EnvironmentFailed."""
+    async def _next_asked(self, session: _Session) -> ModelAsked | PlayResult:
+        """Return what the user's own loop asks next, or its result. Raises EnvironmentFailed."""
         assert session.loop is not None
         asked = asyncio.create_task(session.asked.get())
         await asyncio.wait([asked, session.loop], return_when=asyncio.FIRST_COMPLETED)
         if asked.done() or session.loop.exception() is None:
             return await asked
         asked.cancel()
-        return session.loop.result()  # raises
+        session.loop.result()  # raises
+        raise AssertionError("the loop has failed")
 
     async def _make_room(self, session: _Session) -> None:
         """Close a session that nobody uses any more, if there is no idle worker for a new one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ class McpTools:
         self._clients: dict[str, Any] = {}
         self._schemas: list[dict[str, Any]] = []
         for server in self.servers:
-            place = server if isinstance(server, str) else stdio_client(StdioServerParameters(**server))
+            place = server if isinstance(server, str) else stdio_client(StdioServerParameters(**_own_python(server)))
             client = await self._stack.enter_async_context(Client(place))
             for tool in (await client.list_tools()).tools:
                 if tool.name in self._clients:
@@ -61,3 +62,17 @@ class McpTools:
 
     async def close(self) -> None:
         await self._stack.aclose()
+
+
+def _own_python(server: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a server with `python` as this interpreter, which has the packages of the run."""
+    return {**server, "command": sys.executable if server["command"] == "python" else server["command"]}
+
+
+def tools_of_servers(given: Sequence[Mapping[str, Any] | str]) -> type[McpTools]:
+    """Return an environment with the tools of these servers and nothing else; `rewards` score its episodes."""
+
+    class McpServers(McpTools):
+        servers = tuple(given)
+
+    return McpServers

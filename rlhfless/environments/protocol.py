@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhfless.chat.messages import Message
-from rlhfless.environments.contract import Description
+from rlhfless.environments.contract import Description, EnvironmentSource
 from rlhfless.environments.trajectory import Answer, GeneratedTurn
 from rlhfless.spec.errors import Problem
 from rlhfless.util.text import legible, redacted_text
@@ -29,8 +29,44 @@ class Opening:
     tools: tuple[Mapping[str, Any], ...]
 
 
-ModelTurn = Callable[[Sequence[Message]], Awaitable[Message | None]]
+@dataclass(frozen=True, slots=True)
+class ModelAsked:
+    """A user's own loop asks for a turn of the model; the parent replies with a ModelAnswer, or None at a limit."""
+
+    messages: tuple[Message, ...]
+    """What is new in the conversation."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of the tools that the model may call. They are the same in all turns of an episode."""
+    max_tokens: int | None = None
+    """Limit of this turn, besides `turn_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAnswer:
+    """A turn of the model."""
+
+    message: Message
+    is_cut: bool = False
+    """It ended at a limit of tokens."""
+    context_tokens: int = 0
+    """Tokens before the turn."""
+    tokens: int = 0
+
+
+ModelTurn = Callable[[ModelAsked], Awaitable[ModelAnswer | None]]
 """Adds messages to a conversation, and returns the model's next turn; None at a limit of the episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayResult:
+    """What a user's own loop returns."""
+
+    reward: float | None = None
+    """None: `rewards` score the episode."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers, which are recorded."""
+    refused: int = 0
+    """Requests that did not extend the conversation, and were refused."""
 
 
 class EnvironmentSession(Protocol):
@@ -60,8 +96,8 @@ class EnvironmentSession(Protocol):
         """Continue from a snapshot in place of `reset`."""
         ...
 
-    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> float | None:
-        """Run the user's own loop, and return its reward."""
+    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> PlayResult:
+        """Run the user's own loop."""
         ...
 
 
@@ -87,7 +123,7 @@ class Model(Protocol):
 class Load:
     """Load an environment."""
 
-    target: str
+    source: EnvironmentSource
     memory_bytes: int
     """Address space that its sessions may add to that of the process after its import."""
 
@@ -111,10 +147,3 @@ class WorkerReply:
     value: Any
     failed: str = ""
     """The cause, if the method failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelAsked:
-    """A user's own loop asks for a turn of the model; the parent sends a Message or None."""
-
-    messages: tuple[Message, ...]

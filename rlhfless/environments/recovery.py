@@ -6,7 +6,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from rlhfless.environments.protocol import EnvironmentFailed, EnvironmentSession, ModelTurn, Opening, OpenSession
+from rlhfless.environments.protocol import (
+    EnvironmentFailed,
+    EnvironmentSession,
+    ModelTurn,
+    Opening,
+    OpenSession,
+    PlayResult,
+)
 from rlhfless.environments.trajectory import Answer, EpisodeLimits, EpisodeTask
 
 T = TypeVar("T")
@@ -16,8 +23,9 @@ class NotReplayable(EnvironmentFailed):
     """An environment says that it is replayable, and is not."""
 
     def __init__(self, number: int, tool: str) -> None:
-        name = f"`{tool or 'observe'}`"
-        super().__init__(f"is not replayable: {name} (call {number}) gave another answer when it was repeated")
+        """`number`: of the call that gave another answer; 0: what `reset` gave was different."""
+        what = f"`{tool or 'observe'}` (call {number}) gave another answer" if number else "`reset` gave another text"
+        super().__init__(f"is not replayable: {what} when it was repeated")
 
 
 class RecoveredEnvironment:
@@ -54,7 +62,7 @@ class RecoveredEnvironment:
         await self._save()
         return opening
 
-    async def play(self, turn: ModelTurn) -> float | None:
+    async def play(self, turn: ModelTurn) -> PlayResult:
         await self._new_session()
         return await self._session.play(self._task.environment_seed, self._task.row, turn)
 

@@ -140,6 +140,10 @@ class Trajectory:
     status: EpisodeStatus
     reward: float | None
     """None: `rewards` score it, or it failed."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers that the user's own loop returned."""
+    refused: int = 0
+    """Requests that did not extend the conversation, and were refused."""
     environment: str = ""
     digest: str = ""
     cause: str = ""
@@ -216,6 +220,8 @@ class Trajectory:
             calls=calls,
             status=self.status,
             reward=self.reward,
+            parts=self.parts,
+            refused=self.refused,
             environment=self.environment,
             digest=self.digest,
             cause=self.cause,

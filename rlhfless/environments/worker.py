@@ -17,18 +17,24 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from rlhfless.chat.messages import DataFault, Message, conversation
-from rlhfless.environments.contract import Environment, EpisodeOver, InvalidCall, ToolError, Turn, load
+from rlhfless.environments.contract import Environment, EpisodeOver, InvalidCall, ToolError, Turn
+from rlhfless.environments.conversation import ConversationModel
+from rlhfless.environments.loading import load
 from rlhfless.environments.protocol import (
     Ask,
     EnvironmentFailed,
     EnvironmentLoaded,
     Load,
+    ModelAnswer,
     ModelAsked,
+    ModelTurn,
     Opening,
+    PlayResult,
     WorkerReply,
 )
 from rlhfless.environments.trajectory import Answer, AnswerOutcome
@@ -106,20 +112,15 @@ class LocalSession:
         await self._run("restore", self._object.restore, state)
         return Opening((), await self._offered())
 
-    async def play(self, seed: int, row: Mapping[str, Any], turn: Any) -> float | None:
-        async def next_turn(messages: Any) -> SimpleNamespace:
-            message = await turn(self._messages("model.turn", messages))
-            if message is None:
-                raise EpisodeOver("the episode has reached a limit")
-            calls = [SimpleNamespace(name=call.name, arguments=call.arguments) for call in message.calls]
-            return SimpleNamespace(role=message.role, content=message.text, thought=message.thought, tool_calls=calls)
-
-        task, model = SimpleNamespace(row=dict(row), seed=seed), SimpleNamespace(turn=next_turn)
+    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> PlayResult:
+        task, model = SimpleNamespace(row=dict(row), seed=seed), ConversationModel(turn)
         try:
             result = await self._run("play", self._environment.code, task, model)
         except EpisodeOver:  # the user's loop may also catch it, and return a reward
-            return None
-        return None if result is None else _number("play", result)
+            result = None
+        if not model.turns and not model.is_over:
+            raise EnvironmentFailed("`play` ended without a turn of the model, so there is nothing to learn")
+        return replace(_played(result), refused=model.refused)
 
     async def close(self) -> None:
         done, self._object = self._object, None
@@ -163,6 +164,16 @@ class LocalSession:
             raise EnvironmentFailed(f"`{what}` raised {cause(error)}") from error
 
 
+def _played(result: Any) -> PlayResult:
+    """Return what a user's own loop returned: a reward, None, or a mapping with `reward` and other numbers."""
+    if not isinstance(result, Mapping):
+        return PlayResult(None if result is None else _number("play", result))
+    if "reward" not in result:
+        raise EnvironmentFailed(f"`play` returned {shown(result)}, which has no `reward`; None leaves it to `rewards`")
+    parts = {str(name): _number("play", value) for name, value in result.items() if name != "reward"}
+    return PlayResult(None if result["reward"] is None else _number("play", result["reward"]), parts)
+
+
 def _number(method: str, value: Any) -> float:
     try:
         number = float(value)
@@ -176,13 +187,14 @@ def _number(method: str, value: Any) -> float:
 async def _serve(channel: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
 
-    async def model_turn(messages: tuple[Message, ...]) -> Any:
-        writer.write(processes.encode(ModelAsked(messages)))
-        return await processes.read(reader)
+    async def model_turn(asked: ModelAsked) -> ModelAnswer | None:
+        writer.write(processes.encode(asked))
+        answer: ModelAnswer | None = await processes.read(reader)
+        return answer
 
     order: Load = await processes.read(reader)
     try:
-        environment = load(order.target)
+        environment = load(order.source)
     except InputError as error:
         writer.write(processes.encode(EnvironmentLoaded(None, error.problems)))
         await writer.drain()

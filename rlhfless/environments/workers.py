@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rlhfless.environments.contract import Description
+from rlhfless.environments.contract import Description, EnvironmentSource
 from rlhfless.environments.protocol import (
     Ask,
     EnvironmentFailed,
@@ -21,6 +21,7 @@ from rlhfless.environments.protocol import (
     ModelAsked,
     ModelTurn,
     Opening,
+    PlayResult,
     WorkerReply,
 )
 from rlhfless.environments.trajectory import Answer
@@ -38,10 +39,9 @@ MIB = 2**20
 class EnvironmentWorkers:
     """`count` processes for sessions of one environment, started when needed."""
 
-    def __init__(self, target: str, count: int, *, call_s: float, memory_mib: int) -> None:
+    def __init__(self, source: EnvironmentSource, count: int, *, call_s: float, memory_mib: int) -> None:
         """`call_s`: seconds of one call. `memory_mib`: memory of one session."""
-        self.target = target
-        self._all = [_Worker(target, call_s, memory_mib * MIB) for _ in range(count)]
+        self._all = [_Worker(source, call_s, memory_mib * MIB) for _ in range(count)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._all:
             self._idle.put_nowait(worker)
@@ -95,11 +95,11 @@ class _Worker:
 
     resumed = False
 
-    def __init__(self, target: str, call_s: float, memory_bytes: int) -> None:
-        self._target = target
+    def __init__(self, source: EnvironmentSource, call_s: float, memory_bytes: int) -> None:
+        self._source = source
         self._call_s = call_s
         self._memory_bytes = memory_bytes
-        self.process = WorkerProcess("rlhfless.environments.worker", lambda: f"environment {target}")
+        self.process = WorkerProcess("rlhfless.environments.worker", lambda: f"environment {source.target}")
         self.description: Description | None = None
 
     async def ensure(self) -> None:
@@ -109,7 +109,7 @@ class _Worker:
         try:
             async with asyncio.timeout(START_S):
                 await self.process.start()
-                self.process.send(Load(self._target, self._memory_bytes))
+                self.process.send(Load(self._source, self._memory_bytes))
                 loaded: EnvironmentLoaded = await self.process.receive()
         except TimeoutError:
             self.process.kill()
@@ -121,11 +121,11 @@ class _Worker:
             raise
         if loaded.description is None:
             self.process.kill()
-            raise InputError(f"environment {self._target!r}", loaded.problems)
+            raise InputError(f"environment {self._source.target!r}", loaded.problems)
         self.description = loaded.description
 
     def _broken(self, what: str) -> InputError:
-        return InputError(f"environment {self._target!r}", [Problem("", what)])
+        return InputError(f"environment {self._source.target!r}", [Problem("", what)])
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
         opening: Opening = await self._ask("reset", seed, row)
@@ -147,9 +147,9 @@ class _Worker:
         opening: Opening = await self._ask("restore", state)
         return opening
 
-    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> float | None:
-        number: float | None = await self._ask("play", seed, row, turn=turn)
-        return number
+    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> PlayResult:
+        result: PlayResult = await self._ask("play", seed, row, turn=turn)
+        return result
 
     async def close(self) -> None:
         """End the session; its process stays for the next one."""
@@ -168,10 +168,8 @@ class _Worker:
                 if isinstance(reply, WorkerReply):
                     break
                 assert turn is not None, "only `play` asks for a turn"
-                self.process.send(await turn(reply.messages))
-        except EnvironmentFailed:
-            raise
-        except BaseException:  # cancelled in the middle of a call: the process may be anywhere in it
+                self.process.send(await turn(reply))
+        except BaseException:  # failed or cancelled in the middle of a call: the process may be anywhere in it
             self.process.kill()
             raise
         if reply.failed:
@@ -190,5 +188,5 @@ class _Worker:
             raise EnvironmentFailed(what) from None
         except (EOFError, OSError) as error:
             what = f"its process died in {name}: {self.process.end()}"
-            logger.warning("environment %s: %s", self._target, what)
+            logger.warning("environment %s: %s", self._source.target, what)
             raise EnvironmentFailed(what) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rlhfless.environments.chat_format import chat_format
-from rlhfless.environments.contract import Description
+from rlhfless.environments.contract import Description, EnvironmentSource
 from rlhfless.environments.workers import EnvironmentWorkers
 from rlhfless.prepare.model import PolicyModel
 from rlhfless.spec import EnvironmentSpec, RunSpec
@@ -31,7 +31,7 @@ def environment_problems(spec: RunSpec, policy: PolicyModel | None) -> list[Prob
 
 
 async def _described(spec: EnvironmentSpec) -> Description:
-    workers = EnvironmentWorkers(spec.type, 1, call_s=spec.call_s, memory_mib=spec.memory_mib)
+    workers = EnvironmentWorkers(EnvironmentSource.of(spec), 1, call_s=spec.call_s, memory_mib=spec.memory_mib)
     try:
         await workers.start()
         return workers.description

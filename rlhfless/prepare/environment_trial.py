@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhfless.chat.messages import DataFault, conversation
 from rlhfless.environments.chat_format import Format, TemplateFormat, chat_format
-from rlhfless.environments.contract import Description
+from rlhfless.environments.contract import Description, EnvironmentSource
 from rlhfless.environments.episode import play_episode
 from rlhfless.environments.protocol import EnvironmentFailed, EnvironmentSession, Model
 from rlhfless.environments.trajectory import (
@@ -44,7 +44,7 @@ MOST_FAILED = 3
 class TrialSettings:
     """What to play, and how."""
 
-    target: str
+    source: EnvironmentSource
     rows: Path | None = None
     episodes: int = 10
     policy: str = "random"
@@ -91,7 +91,7 @@ class _Trial:
             hint = "write random, scripted:FILE, or model with --model"
             raise InputError("the policy cannot be used", [Problem("--policy", f"got {settings.policy!r}", hint)])
         limits = settings.limits
-        self._workers = EnvironmentWorkers(settings.target, 2, call_s=limits.call_s, memory_mib=settings.memory_mib)
+        self._workers = EnvironmentWorkers(settings.source, 2, call_s=limits.call_s, memory_mib=settings.memory_mib)
 
     async def run(self) -> EnvironmentTrial:
         started_s = time.perf_counter()

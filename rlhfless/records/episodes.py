@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -90,6 +90,10 @@ class Episode:
     """Why it failed."""
     failures: tuple[str, ...] = ()
     """Causes of failures of the environment, of earlier attempts too."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers that the user's own loop returned with its reward."""
+    refused: int = 0
+    """Requests of that loop that did not extend the conversation, and were refused."""
 
     @property
     def wait_s(self) -> float:

@@ -252,7 +252,12 @@ def _score_of(episode: Episode) -> Score | None:
     """Return the score that an environment gives; None if it leaves that to rewards."""
     if episode.status is EpisodeStatus.FAILED:
         return Score(0.0, {}, {ENVIRONMENT: episode.cause})
-    return None if episode.reward is None else Score(episode.reward, {ENVIRONMENT: episode.reward})
+    if episode.reward is None:
+        return None
+    return Score(
+        episode.reward,
+        {ENVIRONMENT: episode.reward, **{f"{ENVIRONMENT}/{name}": value for name, value in episode.parts.items()}},
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from rlhfless.spec.base import Duration, Processes, SpecModel, Tokens
+from rlhfless.spec.base import Duration, FilePath, Processes, SpecModel, Tokens, without_user
+from rlhfless.spec.explain import nearest
 from rlhfless.spec.imports import IMPORT_PATH
+
+PROCESS, MCP = "process", "mcp"
+"""Types that are not user code: a program that is a client of OpenAI's or Anthropic's API, and MCP tool servers."""
+
+
+class McpServerSpec(SpecModel):
+    """An MCP server that each episode starts, and talks to over its standard input and output."""
+
+    command: Annotated[str, Field(min_length=1)]
+    """Program. `python` is the run's own interpreter."""
+
+    args: Annotated[tuple[str, ...], Field(max_length=1024)] = ()
+    """Its arguments."""
+
+    env: Mapping[str, str] = Field(default_factory=dict)
+    """Further environment variables. They are recorded with the spec, so put no secret here."""
+
+    cwd: FilePath | None = None
+    """Folder in which it starts. A relative path counts from the spec's folder."""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The server as rlhfless.environments.mcp takes it."""
+        return self.model_dump(exclude_defaults=True)
 
 
 class EnvironmentSpec(SpecModel):
@@ -15,7 +41,18 @@ class EnvironmentSpec(SpecModel):
     several turns. See docs/environments.md."""
 
     type: str
-    """Your environment: import path of a class or an async function, `package.module:Class`."""
+    """Your environment: import path of a class or an async function, `package.module:Class`. `process`: a program that
+    is a client of OpenAI's or Anthropic's API. `mcp`: the tools of MCP servers."""
+
+    command: Annotated[tuple[str, ...], Field(max_length=1024)] = ()
+    """Program and arguments, for type `process`. `{column}` in an argument is replaced by a column of the row. `python`
+    is the run's own interpreter."""
+
+    folder: FilePath | None = None
+    """Folder in which the program starts, for type `process`. `null`: a new, empty folder per episode."""
+
+    servers: Annotated[tuple[McpServerSpec | str, ...], Field(max_length=64)] = ()
+    """Servers for type `mcp`: each a program, or a URL."""
 
     turns: Annotated[int, Field(ge=1, le=10_000)] = 16
     """Maximum turns of the model in an episode."""
@@ -52,6 +89,30 @@ class EnvironmentSpec(SpecModel):
     @field_validator("type")
     @classmethod
     def _looks_like_a_path(cls, target: str) -> str:
-        if not IMPORT_PATH.fullmatch(target):
-            raise ValueError("write it as `package.module:Class`, such as `my_env:Guess` for my_env.py")
+        if target not in (PROCESS, MCP) and not IMPORT_PATH.fullmatch(target):
+            raise ValueError(
+                f"{nearest(target, (PROCESS, MCP))}write `process`, `mcp`, or `package.module:Class`, such as "
+                "`my_env:Guess` for my_env.py"
+            )
         return target
+
+    @field_validator("servers")
+    @classmethod
+    def _are_urls(cls, servers: tuple[McpServerSpec | str, ...]) -> tuple[McpServerSpec | str, ...]:
+        for server in servers:
+            if isinstance(server, str):
+                if not server.startswith(("http://", "https://")):
+                    raise ValueError(f"{server!r} is no URL; write `https://...`, or {{command: ..., args: [...]}}")
+                without_user(server, "a server that needs a token needs a class of your own (docs/environments.md)")
+        return servers
+
+    @model_validator(mode="after")
+    def _has_what_its_type_needs(self) -> EnvironmentSpec:
+        for key, kind in (("command", PROCESS), ("servers", MCP)):
+            if self.type == kind and not getattr(self, key):
+                example = "[python, agent.py]" if kind == PROCESS else "[{command: python, args: [tools.py]}]"
+                raise ValueError(f"`{key}` is missing, and type {kind} needs it; write, for example, {key}: {example}")
+        for key, kind in (("command", PROCESS), ("folder", PROCESS), ("servers", MCP)):
+            if getattr(self, key) and self.type != kind:
+                raise ValueError(f"`{key}` belongs to type {kind}, and the type is {self.type!r}; remove one of them")
+        return self

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from rlhfless.spec.algorithm import OwnAlgorithmSpec, PolicyLossSpec
 from rlhfless.spec.base import size_problems
 from rlhfless.spec.data import DATA, RunType
+from rlhfless.spec.environment import MCP
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.evaluation import CheckpointSpec
 from rlhfless.spec.explain import nearest, several
@@ -209,6 +210,18 @@ def _check_environment(spec: RunKeys) -> None:
             f"scaling.prefill.max_actors is {spec.scaling.prefill.max_actors}, but the run has an environment: its "
             "prompts grow from turn to turn on the actor that has their KV; set max_actors to 0"
         )
+    if spec.environment is None or spec.supervised:
+        return
+    if spec.environment.type == MCP and not spec.rewards:
+        raise ValueError("rewards is empty, and MCP servers give no reward; add one that scores the transcript")
+    column = spec.data.prompt_field  # actors read the prompts of rows, and know one column for all sets
+    for index, each in enumerate(spec.data.mixed):
+        if each.prompt_field not in (None, column):
+            raise ValueError(
+                f"prompts.mixture.{index}.prompt_field is {each.prompt_field!r}, but the run has an environment, which "
+                f"reads the prompts of all sets from `prompts.prompt_field` ({column!r}); rename the column of the set "
+                f"{each.name!r}"
+            )
 
 
 def _check_drafts(spec: RunKeys) -> None:

@@ -83,6 +83,7 @@ class WorkerProcess:
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.wait(REAP_S)
+        processes.end_session(process.pid, 0.0, REAP_S)  # programs of the user code in groups of their own
 
     def _spawn(self) -> socket.socket:
         """Start the process; return the parent's end of its connection."""

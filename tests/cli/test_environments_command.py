@@ -1,6 +1,7 @@
 """`rlhfless environments test`: exit codes, transcript, JSON, policies."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -110,3 +111,55 @@ def test_what_cannot_be_played_ends_with_two(command, options, words):
     result = command(*options)
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+row = json.load(open(os.environ["RLHFLESS_TASK"]))["row"]
+body = json.dumps({"messages": [{"role": "user", "content": sys.argv[1]}]}).encode()
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
+with urllib.request.urlopen(request) as turn:
+    said = json.load(turn)["choices"][0]["message"]["content"]
+print(json.dumps({"reward": len(said) - row["goal"]}))
+"""
+
+
+def test_a_spec_names_a_program_that_is_played(command, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "run.yaml").write_text(
+        "model: {path: a/b}\nprompts: {path: rows.jsonl}\nsteps: 1\n"
+        f"environment: {{type: process, command: [{sys.executable}, agent.py, '{{prompt}}'], folder: ., call_s: 60}}\n"
+    )
+    (tmp_path / "script.jsonl").write_text('["seven"]\n')
+    options = ("--rows", "rows.jsonl", "--episodes", "2", "--policy", "scripted:script.jsonl", "--json")
+    result = command("run.yaml", *options)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [each["reward"] for each in found["episodes"]] == [2.0, 0.0]
+    assert "Please:<|im_end|>" in found["episodes"][0]["transcript"][0]["text"]
+
+
+def test_a_loop_of_ones_own_is_played(command, tmp_path):
+    (tmp_path / "loop.py").write_text(
+        "async def play(task, model):\n"
+        "    said = await model.turn(task.row['prompt'])\n"
+        "    return {'reward': len(said.content), 'tokens': said.tokens}\n"
+    )
+    (tmp_path / "script.jsonl").write_text('["seven"]\n')
+    result = command(
+        "loop.py", "--rows", "rows.jsonl", "--episodes", "1", "--policy", "scripted:script.jsonl", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    (episode,) = json.loads(result.stdout)["episodes"]
+    assert (episode["reward"], episode["parts"]) == (5.0, {"tokens": 6.0})
+
+
+def test_a_spec_without_an_environment_is_refused(command, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "model: {path: a/b}\nprompts: {path: rows.jsonl}\nsteps: 1\nrewards: [{type: exact_match}]\n"
+    )
+    result = command("run.yaml")
+    assert result.exit_code == 2
+    assert "environment: is missing" in result.output.replace("\n", " ")

@@ -123,11 +123,14 @@ def test_turns_that_are_added_read_as_the_template_writes_the_whole_conversation
 def test_the_syntax_of_calls_is_found_by_what_the_template_writes(name, syntax):
     tokenizer = BY_NAME[name].tokenizer()
     chat = TemplateFormat(tokenizer, BY_NAME[name].policy().end_token_ids)
-    chat.check(LocalEnvironments(Echo).description.tools)
+    tools = LocalEnvironments(Echo).description.tools
+    chat.check(tools)
     assert chat._syntax.name == syntax
     call = ToolCall("echo", {"text": 'a "b"\n', "flag": True})
-    turn = chat.read(tokenizer.encode(chat.written_call(call), add_special_tokens=False), FinishReason.STOP, [])
+    written = tokenizer.encode(chat.written_call(call), add_special_tokens=False)
+    turn = chat.read(written, FinishReason.STOP, tools)
     assert [(each.name, each.arguments) for each in turn.message.calls] == [("echo", call.arguments)]
+    assert not chat.read(written, FinishReason.STOP, []).message.calls
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "deepseek_r1"])

@@ -9,7 +9,8 @@ import pytest
 from pydantic import Field
 
 from fakes.repository import ROOT
-from rlhfless.environments.contract import InvalidCall, checked, load
+from rlhfless.environments.contract import EnvironmentSource, InvalidCall, checked
+from rlhfless.environments.loading import load
 from rlhfless.spec.errors import InputError
 
 
@@ -171,7 +172,7 @@ def test_targets_that_name_no_environment(tmp_path, monkeypatch, text, target, w
     (tmp_path / "game.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError) as error:
-        load(target)
+        load(EnvironmentSource(target))
     assert words in str(error.value)
 
 
@@ -179,21 +180,21 @@ def test_the_tutorial_shows_the_example_as_it_is():
     example = (ROOT / "examples" / "environments" / "guess.py").read_text()
     code = example.partition("\n\n")[2].partition("\n\n")[2]
     assert code in (ROOT / "docs" / "environments.md").read_text()
-    assert load(str(ROOT / "examples" / "environments" / "guess.py")).description.replayable
+    assert load(EnvironmentSource(str(ROOT / "examples" / "environments" / "guess.py"))).description.replayable
 
 
 def test_a_file_does_not_hide_a_module_of_its_name(tmp_path):
     file = tmp_path / "queue.py"
     file.write_text("from __future__ import annotations\nfrom typing import Annotated\n" + GAME)
     before = sys.modules["queue"]
-    assert load(str(file)).description.observes
+    assert load(EnvironmentSource(str(file))).description.observes
     assert sys.modules["queue"] is before
 
 
 def test_a_file_with_one_environment_needs_no_name_and_its_digest_follows_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "game.py").write_text(GAME)
-    first = load("game.py").description
+    first = load(EnvironmentSource("game.py")).description
     assert (first.observes, first.ends, first.snapshots, first.replayable) == (True, False, False, False)
     (tmp_path / "game.py").write_text(GAME + "# changed\n")
-    assert load("game.py:Game").description.digest != first.digest
+    assert load(EnvironmentSource("game.py:Game")).description.digest != first.digest

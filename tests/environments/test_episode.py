@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from fakes.local_environments import LocalEnvironments, Says, byte_format, played, sample_of, text_of
 from rlhfless.algorithms.batch import pack
 from rlhfless.chat.messages import Message
-from rlhfless.environments import EpisodeOver, ToolError, Turn
+from rlhfless.environments import ConversationChanged, EpisodeOver, ToolError, Turn
 from rlhfless.environments.episode import Restarted, play_episode
 from rlhfless.environments.trajectory import (
     AnswerOutcome,
@@ -372,6 +373,121 @@ async def test_a_loop_of_ones_own_ends_at_a_limit(catches, reward):
     assert (episode.status, episode.reward, len(model.read)) == (EpisodeStatus.TURNS, reward, 3)
 
 
+LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
+
+
+def looks(*keys):
+    return "".join(f'<tool_call>{{"name": "look", "arguments": {{"key": "{key}"}}}}</tool_call>' for key in keys)
+
+
+async def test_a_loop_of_ones_own_gives_tools_and_its_results_are_calls_of_the_record():
+    seen = []
+
+    async def play(task, model):
+        turn = await model.turn("Look.", tools=[LOOK], max_tokens=200)
+        seen.append([(each.id, each.name, each.arguments) for each in turn.tool_calls])
+        results = [
+            {"role": "tool", "content": each.arguments["key"], "tool_call_id": each.id} for each in turn.tool_calls
+        ]
+        last = await model.turn(results[::-1], max_tokens=2)
+        seen.append((last.content, last.finish_reason, last.tokens))
+        return {"reward": 1, "looks": len(results)}
+
+    episode, _, _ = await played(play, f"{looks('a', 'b')}<|im_end|>", "done<|im_end|>")
+    assert seen == [[("call_0_0", "look", {"key": "a"}), ("call_0_1", "look", {"key": "b"})], ("do", "length", 2)]
+    assert (episode.status, episode.reward, dict(episode.parts)) == (EpisodeStatus.DONE, 1.0, {"looks": 2.0})
+    assert '"name": "look"' in text_of(episode.segments[0].token_ids)
+    assert "<|im_start|>tool\na<|im_end|>\n<|im_start|>tool\nb<|im_end|>\n" in text_of(episode.token_ids)
+    calls = [(each.number, each.turn, each.tool, each.arguments, each.answer.text) for each in episode.calls]
+    assert calls == [(1, 0, "look", {"key": "a"}, "a"), (2, 0, "look", {"key": "b"}, "b")]
+    assert sample_of(episode).scored.parts == {"environment": 1.0, "environment/looks": 2.0}
+    assert [each["role"] for each in episode.episode().transcript()] == ["assistant", "tool", "tool", "assistant"]
+
+
+async def test_a_whole_conversation_must_extend_the_previous_one():
+    refused = []
+
+    async def play(task, model):
+        said = [{"role": "user", "content": "a"}]
+        for more in ("b", "c"):
+            answer = await model.chat(said)
+            assert await model.chat(said) is answer
+            said += [{"role": "assistant", "content": f" {answer.content}\n"}, {"role": "user", "content": more}]
+        for changed in (said[:3], said[2:], [{**said[0], "content": "A"}, *said[1:]], said[:1]):
+            try:
+                await model.chat(changed)
+            except ConversationChanged as error:
+                refused.append(str(error))
+        for invalid in ({"messages": said[:4]}, {"messages": said, "max_tokens": 0}, {"messages": [{"role": "user"}]}):
+            with pytest.raises(ValueError, match=r"message|max_tokens"):
+                await model.chat(**invalid)
+        with pytest.raises(ValueError, match=r"`model\.turn` adds messages"):
+            await model.turn(said)
+        return (await model.chat(said)).content == "3"
+
+    episode, model, _ = await played(play, "1<|im_end|>", "2<|im_end|>", "3<|im_end|>")
+    assert (episode.status, episode.reward, len(model.read)) == (EpisodeStatus.DONE, 1.0, 3), episode.cause
+    assert len(refused) == episode.refused == 3
+    assert refused[0].startswith("message 1 was user 'a', and is now user 'b'; a request extends")
+
+
+@pytest.mark.parametrize(
+    ("messages", "cause"),
+    [
+        ([{"role": "assistant"}], "`play` raised ValueError: .* without content"),
+        ([{"role": "tool", "content": "x"}], "the model made 0 tool calls, and 1 results follow"),
+        ([], "is not a list of chat messages"),
+    ],
+)
+async def test_messages_that_cannot_be_used_are_failures_of_the_loop(messages, cause):
+    async def play(task, model):
+        await model.turn("a")
+        await model.turn(messages)
+
+    episode, _, _ = await played(play, "1<|im_end|>", retries=0)
+    assert episode.status is EpisodeStatus.FAILED
+    assert re.search(cause, episode.cause), episode.cause
+
+
+@pytest.mark.parametrize("result", [{"looks": 1}, "1", {"reward": "1"}, {"reward": 1, "looks": None}])
+async def test_a_result_that_is_no_number_is_a_failure(result):
+    async def play(task, model):
+        await model.turn("a")
+        return result
+
+    episode, _, _ = await played(play, "1<|im_end|>", retries=0)
+    assert (episode.status, episode.reward) == (EpisodeStatus.FAILED, None)
+    assert "`play` " in episode.cause
+
+
+async def test_a_loop_without_a_turn_is_a_failure():
+    async def play(task, model):
+        return 1.0
+
+    episode, _, _ = await played(play, "1<|im_end|>", retries=0)
+    assert (episode.status, episode.cause) == (
+        EpisodeStatus.FAILED,
+        "`play` ended without a turn of the model, so there is nothing to learn",
+    )
+
+
+@pytest.mark.parametrize("changes", [False, True])
+async def test_a_loop_that_fails_is_run_again_with_the_turns_that_it_has_had(changes):
+    runs = []
+
+    async def play(task, model):
+        runs.append(len(runs))
+        first = await model.turn(f"Say it {runs[-1] if changes else ''}.")
+        if len(runs) == 1:
+            raise OSError("no network")
+        return float((await model.turn(f"You said {first.content}.")).content)
+
+    episode, model, _ = await played(play, "1<|im_end|>", "2<|im_end|>", "3<|im_end|>")
+    assert (episode.status, episode.reward) == (EpisodeStatus.DONE, 3.0 if changes else 2.0)
+    assert (len(runs), len(model.read), len(episode.failures)) == (2 + changes, 2 + changes, 1)
+    assert [tokens for tokens, _ in episode.prompts()] == model.read[changes:]
+
+
 async def test_the_journal_gets_each_call_before_it_is_sent():
     events: list = []
     asked: list = []
@@ -436,6 +552,41 @@ async def test_a_killed_episode_goes_on_from_its_journal_with_the_same_tokens(co
     assert [each.answer for each in episode.calls] == [each.answer for each in whole.calls]
     assert [type(event) for event in events] == [type(event) for event in undisturbed]
     assert len(undisturbed) == 12
+
+
+async def twice(task, model):
+    first = await model.turn("Say it.")
+    second = await model.turn([{"role": "user", "content": f"You said {first.content}."}])
+    return float(second.content == "five")
+
+
+@pytest.mark.parametrize("count", range(7))
+async def test_a_killed_loop_of_ones_own_goes_on_from_its_journal_with_the_same_tokens(count):
+    texts = ["one<|im_end|>", "five<|im_end|>"]
+    undisturbed, whole = await interrupted_after(99, twice, texts)
+    past, nothing = await interrupted_after(count, twice, texts)
+    assert (nothing is None) == (count < 6)
+    rest = texts[sum(isinstance(event, ModelSegment) for event in past) :]
+    events, episode = await interrupted_after(99, twice, rest or ["not asked"], past)
+    assert (episode.token_ids, episode.reward, whole.reward) == (whole.token_ids, 1.0, 1.0)
+    kinds = ["ContextSegment", "ModelSegment", "tuple", "EnvironmentCall", "ContextSegment", "ModelSegment"]
+    assert [type(event).__name__ for event in events] == kinds
+    assert len(undisturbed) == 6
+
+
+async def test_a_reset_that_says_something_else_is_not_replayable():
+    class Moody(Guess):
+        replayable = True
+        count = 0
+
+        def reset(self, seed, row):
+            type(self).count += 1
+            return f"{super().reset(seed, row)} {self.count}"
+
+    past, _ = await interrupted_after(5, Moody, TEXTS)
+    _, episode = await interrupted_after(99, Moody, TEXTS, past)
+    assert episode.failures[0] == "is not replayable: `reset` gave another text when it was repeated"
+    assert episode.reward == 1.0
 
 
 @pytest.mark.parametrize("replayable", [False, True])

@@ -4,8 +4,14 @@ import sys
 
 import pytest
 
+from fakes.local_environments import Says, byte_format, text_of
+from rlhfless.chat.messages import Message
+from rlhfless.environments.contract import EnvironmentSource
+from rlhfless.environments.episode import play_episode
 from rlhfless.environments.protocol import EnvironmentFailed
+from rlhfless.environments.trajectory import EpisodeLimits, EpisodeTask
 from rlhfless.environments.workers import EnvironmentWorkers
+from rlhfless.records import EpisodeStatus
 
 SERVER = """
 import os
@@ -54,7 +60,7 @@ async def workers(tmp_path, monkeypatch):
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "counter.py").write_text(ENVIRONMENT.format(python=sys.executable))
     monkeypatch.chdir(tmp_path)
-    pool = EnvironmentWorkers("counter.py:Counter", 1, call_s=60.0, memory_mib=2048)
+    pool = EnvironmentWorkers(EnvironmentSource("counter.py:Counter"), 1, call_s=60.0, memory_mib=2048)
     await pool.start()
     yield pool
     pool.close()
@@ -82,3 +88,23 @@ async def test_a_server_that_ends_is_a_failure_and_no_answer(workers):
     async with workers.session() as session:
         await session.reset(1, {})
         assert (await session.call(1, "add", {"number": 2})).text == "total 2"
+
+
+async def test_servers_that_a_spec_names_are_an_environment_without_a_reward(tmp_path):
+    (tmp_path / "server.py").write_text(SERVER)
+    source = EnvironmentSource("mcp", servers=({"command": "python", "args": ["server.py"], "cwd": str(tmp_path)},))
+    pool = EnvironmentWorkers(source, 1, call_s=60.0, memory_mib=2048)
+    try:
+        await pool.start()
+        assert pool.description.name == "mcp"
+        task = EpisodeTask("p", 0, {}, 1, messages=(Message("user", ("Count to 5.",)),))
+        call = '<tool_call>{"name": "add", "arguments": {"number": 5}}</tool_call><|im_end|>'
+        model = Says([call, "It is 5.<|im_end|>"])
+        chat = byte_format([{}])
+        episode = await play_episode(task, model, chat, pool, EpisodeLimits(call_s=60.0))
+    finally:
+        pool.close()
+    assert (episode.status, episode.reward, episode.cause) == (EpisodeStatus.DONE, None, "")
+    assert [(each.tool, each.answer.text) for each in episode.calls] == [("add", "total 5")]
+    assert '"name": "refuse"' in text_of(episode.segments[0].token_ids)
+    assert "Count to 5.<|im_end|>" in text_of(episode.segments[0].token_ids)

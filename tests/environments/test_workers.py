@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 
 from fakes.local_environments import Says, byte_format
+from rlhfless.environments.contract import EnvironmentSource
 from rlhfless.environments.episode import play_episode
 from rlhfless.environments.protocol import EnvironmentFailed
 from rlhfless.environments.trajectory import EpisodeLimits, EpisodeStatus, EpisodeTask
@@ -48,7 +49,7 @@ async def workers(tmp_path, monkeypatch):
     (tmp_path / "naughty.py").write_text(NAUGHTY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RLHFLESS_KEY", "secret")
-    pool = EnvironmentWorkers("naughty.py", 1, call_s=1.0, memory_mib=512)
+    pool = EnvironmentWorkers(EnvironmentSource("naughty.py"), 1, call_s=1.0, memory_mib=512)
     await pool.start()
     yield pool
     pool.close()
@@ -139,7 +140,7 @@ async def test_only_the_episodes_of_a_faulty_environment_fail(workers):
 async def test_a_file_that_breaks_the_contract_is_refused_at_the_start(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("class Broken:\n    def reset(self, seed, row): ...\n    def f(self, a): 'x'\n")
-    pool = EnvironmentWorkers(str(file), 1, call_s=1.0, memory_mib=512)
+    pool = EnvironmentWorkers(EnvironmentSource(str(file)), 1, call_s=1.0, memory_mib=512)
     with pytest.raises(InputError, match=r"f\.a: has no type hint"):
         await pool.start()
     pool.close()
@@ -208,7 +209,9 @@ def test_a_trial_finds_what_an_environment_promises_and_does_not_keep(tmp_path, 
     (tmp_path / "unfaithful.py").write_text(UNFAITHFUL)
     monkeypatch.chdir(tmp_path)
     trial = try_environment(
-        TrialSettings(f"unfaithful.py:{name}", episodes=2, seed=3, limits=EpisodeLimits(turns=4, retries=0))
+        TrialSettings(
+            EnvironmentSource(f"unfaithful.py:{name}"), episodes=2, seed=3, limits=EpisodeLimits(turns=4, retries=0)
+        )
     )
     assert len(trial.episodes) == 2
     if words is None:
@@ -241,7 +244,7 @@ async def test_a_process_that_is_killed_at_any_point_changes_no_token(tmp_path, 
     file.write_text(COUNTING if replayable else COUNTING.replace("replayable = True", ""))
     turns = [f'<tool_call>{{"name": "add", "arguments": {{"number": {n}}}}}</tool_call><|im_end|>' for n in (1, 2)]
     turns.append("done<|im_end|>")
-    pool = EnvironmentWorkers(str(file), 1, call_s=60.0, memory_mib=512)
+    pool = EnvironmentWorkers(EnvironmentSource(str(file)), 1, call_s=60.0, memory_mib=512)
     await pool.start()
     chat, task = byte_format(pool.description.tools), EpisodeTask("p", 0, {}, 1)
 

@@ -1,6 +1,6 @@
 """Environments in the test's own process, and models that say what a test wants."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 from rlhfless.environments.chat_format import TemplateFormat
 from rlhfless.environments.contract import Description, checked
 from rlhfless.environments.episode import play_episode
+from rlhfless.environments.protocol import EnvironmentFailed, ModelAnswer, ModelAsked, ModelTurn, PlayResult
 from rlhfless.environments.trajectory import EpisodeLimits, EpisodeTask, GeneratedTurn, Trajectory
 from rlhfless.environments.worker import LocalSession
 from rlhfless.functions.generation.episodes import response_of
@@ -18,6 +19,27 @@ from rlhfless.records import FinishReason, Group, Prompt, Rollout, Sample
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
+
+
+class OwnSession(LocalSession):
+    """A session whose own loop, as in a process of its own, cannot catch the errors of its caller."""
+
+    async def play(self, seed: int, row: Mapping[str, Any], turn: ModelTurn) -> PlayResult:
+        failed: list[BaseException] = []
+
+        async def asked(question: ModelAsked) -> ModelAnswer | None:
+            try:
+                return await turn(question)
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        try:
+            return await super().play(seed, row, asked)
+        except EnvironmentFailed:
+            if failed:
+                raise failed[0] from None
+            raise
 
 
 class LocalEnvironments:
@@ -34,9 +56,9 @@ class LocalEnvironments:
         return self.environment.description
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[LocalSession]:
+    async def session(self) -> AsyncIterator[OwnSession]:
         self.opened += 1
-        session = LocalSession(self.environment)
+        session = OwnSession(self.environment)
         yield session
         await session.close()
 

@@ -189,6 +189,22 @@ async def test_a_lost_session_that_cannot_be_repeated_restarts_the_episode():
     assert MADE == [3, 4]
 
 
+async def test_a_loop_of_ones_own_whose_session_is_lost_is_run_again_with_the_turns_that_it_has_had():
+    texts = ["one<|im_end|>", "four<|im_end|>"]
+    whole = await Actor(sessions_of(looped), texts).plays()
+    seen = set()
+    for budget in range(2, 14):
+        lost = sessions_of(looped)
+        left = await Actor(lost, texts, budget=budget).plays()
+        await lost.stop()
+        had = sum(turn.finish_reason == "stop" for turn in left.episode.turns)
+        again = Actor(sessions_of(looped), texts)
+        assert comparable(await again.plays(rollout_of(left))) == comparable(whole)
+        assert len(again.asked) == 2 - had
+        seen.add(had)
+    assert seen == {0, 1, 2}
+
+
 async def test_a_killed_driver_repeats_an_episode_and_its_calls_are_not_made_again():
     sessions = sessions_of(Sums)
     await Actor(sessions, TEXTS, budget=70).plays()
