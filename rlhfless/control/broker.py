@@ -167,7 +167,8 @@ def decide(
             changes |= kind.changes
         granted |= {r.run_id: kind.of(r) for r in of_kind if kind.of(r) != r.granted}
         yields += kind.yields
-        reasons |= {request.run_id: _reason(request, kind, now_s, place) for place, request in enumerate(waiting)}
+        for place, request in enumerate(waiting):
+            reasons[request.run_id] = _over_quota(request, kind, teams or {}) or _reason(request, kind, now_s, place)
     return Decisions(granted, tuple(yields), reasons, {run_id: changes[run_id] for run_id in changes & granted.keys()})
 
 
@@ -197,7 +198,8 @@ def _divide(kind: _Kind, nodes: Sequence[int], teams: Mapping[str, Team], now_s:
             kind.granted[request.run_id] = request.granted + more
             free -= more
     kind.changes = _changes(working, division)
-    _yield_to_first(kind, [request for request in left if not division.sizes[request.run_id]], working)
+    blocked = [each for each in left if not division.sizes[each.run_id] and not _over_quota(each, kind, teams)]
+    _yield_to_first(kind, blocked, working)
     return left
 
 
@@ -278,6 +280,15 @@ def _share_out(kind: _Kind) -> None:
             kind.granted[request.run_id] = kind.of(request) + request.unit
         else:
             growing.remove(request)
+
+
+def _over_quota(request: DevicesRequest, kind: _Kind, teams: Mapping[str, Team]) -> str:
+    """Return why the quota of its owner keeps a run waiting; empty if it does not."""
+    most = teams.get(request.owner, Team()).max_devices
+    taken = sum(kind.of(each) for each in kind.requests if each.owner == request.owner)
+    if most is None or taken + request.minimum <= most:
+        return ""
+    return f"waiting for {request.minimum} x {request.kind}: its API key may have {most} (--quota), and has {taken}"
 
 
 def _reason(request: DevicesRequest, kind: _Kind, now_s: float, place: int) -> str:

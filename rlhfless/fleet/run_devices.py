@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -84,6 +84,8 @@ class RunDevices:
         self.shown = shown
         self._manager: Any = None
         self._taken: dict[str, _Taken] = {}
+        self._left_over: Collection[str] = ()
+        """Groups of an earlier driver that the placement does not have."""
         self._to_come: frozenset[str] = frozenset()
         self.all_up = asyncio.Event()
         """Set when no user is starting any more. The lease is then much shorter and must be renewed at once: until
@@ -291,6 +293,7 @@ class RunDevices:
             demand, held = left.pop(group.name, (None, None))
             if held is not None and _demand(group, ()).is_met_by(demand):
                 self._taken[group.name] = _Taken(held=held)
+        self._left_over = [*left]
 
     def add_user(self, allocation: Allocation, user: str, lost: Lost) -> None:
         """Record that `user`, such as a replica of an earlier driver, uses these devices, where the run holds them."""
@@ -302,7 +305,8 @@ class RunDevices:
         """Release devices of an earlier driver that no replica uses."""
         if self._manager is not None:
             await self.release()
-            await self._give_back([group.name for group in self._placement.groups if group.name not in self._taken])
+            unused = [group.name for group in self._placement.groups if group.name not in self._taken]
+            await self._give_back([*unused, *self._left_over])
 
     async def close(self) -> None:
         """Release all devices. Does nothing in a private cluster, which stops with its reservations."""

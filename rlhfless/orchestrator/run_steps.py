@@ -142,9 +142,9 @@ class RunSteps:
         if saves:
             await self._save(step, whole=moves or step == spec.steps)
         self.following = step + 1  # the functions have learned this step: later faults do not repeat it
+        await self._obey(step, saved=saves or not step)
         if moves:
             await self._run.move_trainers()
-        await self._obey(step, saved=saves or not step)
         self._run.clock.resume()
 
     async def _obey(self, step: int, *, saved: bool) -> None:

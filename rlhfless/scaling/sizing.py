@@ -4,8 +4,9 @@ The broker of a service and the simulator of arriving runs call `divide` wheneve
 and whenever a node comes or goes. In this order:
 
 1. A run that works keeps its `min`. Waiting runs start in the order given, each with its `min`, as long as that fits;
-   none overtakes the first that does not fit. Others shrink for them. A single waiting run waits on if starting it
-   would do less work, as where speed is nearly proportional to devices and a run is about to end.
+   none overtakes the first that does not fit, unless that one waits for its own team. Others shrink for them. A
+   single waiting run waits on if starting it would do less work, as where speed is nearly proportional to devices and
+   a run is about to end.
 2. A run whose contract has a deadline gets the fewest devices that keep it.
 3. Other devices go, one size at a time, to the run that gains most per device. A run's gain is the work that it does
    per second, in seconds of the run at its largest size, times its weight. The weight grows with the run's priority
@@ -294,8 +295,9 @@ def _at_least(
                 return None
             starts -= 1
             continue
+        waits_for_others = cluster.within_quotas(least, run.team, borrowing=True)
         least[run.run_id] = sizes[run.run_id] = 0
-        if run.sizes[0] <= cluster.devices:
+        if waits_for_others and run.sizes[0] <= cluster.devices:
             break  # no run behind it overtakes it
     return sizes
 

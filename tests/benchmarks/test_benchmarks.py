@@ -50,6 +50,7 @@ PURE = (
     Smoke("by_the_second", (rf"\| gsm8k-7b-a100 \| {NUMBER} at {NUMBER}x \| {NUMBER} \|",)),
     Smoke("anchors", (r"refused: `mamba_num_heads`", rf"median error {NUMBER}% of 1, worst", r"\| 4B \| 0\.14 s \|")),
     Smoke("step_computed", (rf"\| step \| {NUMBER} \| {NUMBER} \|",)),
+    Smoke("change_computed", (rf"\| change \| {NUMBER} \| {NUMBER} \|",)),
     Smoke("weights_computed", (rf"\| `nccl` \| {NUMBER} \| {NUMBER} \|",)),
     Smoke("latency", (rf"first +roofline +{NUMBER}%", rf"second +other model +{NUMBER}%"), RUNS),
     Smoke(

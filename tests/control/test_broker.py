@@ -150,6 +150,22 @@ def test_quotas_of_owners() -> None:
     assert decide(runs, {KIND: 8}, 10.0, None, {"a": Team(max_devices=4)}).granted == {"a": 2, "b": 2}
 
 
+def test_a_run_that_waits_for_its_quota_holds_up_no_other_key() -> None:
+    """`a` may have 4 devices and has them. Its second run, of the highest priority, neither blocks `b`'s, which came
+    later, nor makes `b`'s first run yield."""
+    quotas = {"a": Team(max_devices=4)}
+    first, others = elastic("a1", 4, sizes=(4,)), elastic("b1", 2, sizes=(2,), at=1)
+    runs = [dataclasses.replace(first, owner="a"), dataclasses.replace(others, owner="b")]
+    waits = dataclasses.replace(elastic("a2", sizes=(2,), at=2), owner="a", priority=5)
+    late = dataclasses.replace(elastic("b2", sizes=(2,), at=3), owner="b")
+    decisions = decide([*runs, waits, late], {KIND: 8}, 10.0, None, quotas)
+    assert (decisions.granted, decisions.yields) == ({"b2": 2}, ())
+    assert decisions.reasons == {"a2": "waiting for 2 x h100: its API key may have 4 (--quota), and has 4"}
+    full = [*runs, dataclasses.replace(late, granted=2, held=2), waits]
+    assert decide(full, {KIND: 8}, 10.0, None, quotas).yields == ()
+    assert decide(full, {KIND: 8}, 10.0).yields == ("b2",), "without a quota"
+
+
 def test_kinds_do_not_mix() -> None:
     other = dataclasses.replace(asking("other", 4), kind="a100")
     assert decide([other, asking("mine", 2)], {KIND: 2, "a100": 0}, 0.0).granted == {"mine": 2}

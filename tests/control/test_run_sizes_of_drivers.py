@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rlhfless.control.database.tables import LeaseRow, RunRow
+from rlhfless.control.delivery import PushAnswer
 from rlhfless.control.driver import main, run_sizes
-from rlhfless.control.driver.run_sizes import CHANGE_S, RunSizes
+from rlhfless.control.driver.reporter import Reporter
+from rlhfless.control.driver.run_sizes import CHANGE_S, SIZES_FILE, RunSizes
+from rlhfless.control.driver.service_client import Outbox
 from rlhfless.control.supervisor import request_of
 from rlhfless.fleet.protocols import FleetError
 from rlhfless.orchestrator.host import DevicesWanted, RunPaused, StopCause
+from rlhfless.records import ReplicaState
+from rlhfless.telemetry.console import Console
+from rlhfless.telemetry.sinks import FOR_DEVICES
 
 WANTED = DevicesWanted("h100", 2, 8, 1, sizes=(2, 4, 8), present=8)
 
@@ -102,11 +111,81 @@ def test_a_size_at_which_the_run_cannot_start_is_not_asked_for_again() -> None:
     assert not sizes.refuse(), "a step was done: another fault"
 
 
+def test_the_next_driver_returns_to_the_size_at_which_the_run_has_worked(tmp_path: Path) -> None:
+    """The first driver works on 4 devices, begins to change to 8, and is killed; on 8, its successor cannot start."""
+
+    def driver() -> RunSizes:
+        sizes = RunSizes(tmp_path / SIZES_FILE)
+        sizes.offer(WANTED.sizes)
+        return sizes
+
+    killed = driver()
+    killed.starts(4)
+    killed.works()
+    for step_s in (90.0, 10.0, 12.0):
+        killed.step_done(step_s)
+    killed.stops()
+    killed.starts(8)
+    following = driver()
+    assert following.wanted(WANTED, 0, 5).seen_s == {"4": 11.0}, "what was measured is told"
+    following.starts(8)
+    assert following.refuse()
+    following.starts(following.among(8))
+    assert following.size == 4
+    assert not following.refuse(), "there it has worked: another fault"
+    following.works()
+    following.step_done(80.0)
+    assert following.wanted(WANTED, 4, 5).seen_s == {"4": 11.0}, "the first step includes what starts late"
+    following.step_done(14.0)
+    assert following.wanted(WANTED, 4, 5).seen_s == {"4": 14.0}
+    new = RunSizes(tmp_path / "another run")
+    new.offer(WANTED.sizes)
+    new.starts(8)
+    assert not new.refuse(), "a run that has never worked"
+
+
+def pool(*states: ReplicaState) -> Any:
+    return SimpleNamespace(replicas=lambda: [SimpleNamespace(state=state) for state in states])
+
+
+@pytest.mark.parametrize(
+    ("pools", "called_off"),
+    [
+        ([[ReplicaState.SERVING, ReplicaState.STARTING], [ReplicaState.SERVING]], False),
+        ([[ReplicaState.SERVING], [ReplicaState.STARTING], []], True),
+        ([[ReplicaState.STARTING, ReplicaState.STARTING], [ReplicaState.SLEEPING]], True),
+    ],
+    ids=["another actor goes on with the step", "no learner", "no actor"],
+)
+async def test_a_run_whose_devices_are_lost_ends_its_step_first_if_it_can(
+    tmp_path: Path, pools: list[list[ReplicaState]], called_off: bool
+) -> None:
+    told: list[Any] = []
+    with contextlib.closing(Outbox(tmp_path, 1)) as outbox:
+        reporter = Reporter(outbox, Console("off", "a", 9), 9, 60.0)
+        reporter.sizes.offer((2, 4, 8))
+        reporter.sizes.starts(8)
+        reporter.cancel = told.append
+        reporter._run = cast("Any", SimpleNamespace(pools={str(n): pool(*each) for n, each in enumerate(pools)}))
+        answer = PushAnswer(pushed=0, desired_state="run", granted=4, lease_reason="")
+        reporter._apply_answer(answer)
+        assert told == [], "it waits for no devices"
+        with reporter.stage(f"{FOR_DEVICES} (5 s)"):
+            reporter._apply_answer(answer)
+    assert told == ([StopCause.RESIZE] if called_off else [])
+
+
 async def test_a_driver_goes_through_the_sizes_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It changes to 8 devices, where it cannot start, and goes on with 4 until its end; other errors end it."""
+    """It changes to 8 devices, where it cannot start, goes on with 4, loses two of them, and goes on with 2 until its
+    end; other errors end it."""
     sizes, told = elastic(), list[str]()
-    ends: list[Any] = [RunPaused(StopCause.RESIZE, "after step 2"), FleetError("no engine started"), "done"]
-    starts = iter([4, 8, 4])
+    ends: list[Any] = [
+        RunPaused(StopCause.RESIZE, "after step 2"),
+        FleetError("no engine started"),
+        asyncio.CancelledError(),
+        "done",
+    ]
+    starts = iter([4, 8, 4, 2])
 
     async def execute(_: Any) -> Any:
         sizes.starts(next(starts))
@@ -115,22 +194,49 @@ async def test_a_driver_goes_through_the_sizes_of_its_run(monkeypatch: pytest.Mo
             sizes.works()
             sizes.step_done(10.0)
             sizes.stops()
-        if isinstance(end, Exception):
+        if isinstance(end, BaseException):
             raise end
         return end
 
     reporter: Any = SimpleNamespace(sizes=sizes, put=lambda item, message, **_: told.append(f"{item}: {message}"))
     monkeypatch.setattr(main, "execute", execute)
     session: Any = None
-    assert await main._through_sizes(session, reporter) == "done"
+    called_off = [True]
+    assert await main._through_sizes(session, reporter, called_off.pop) == "done"
     assert told == [
         "message: the run could not start on 8 devices, and does not ask for as many again: no engine started"
     ]
-    ends, starts = [FleetError("the learner died")], iter([4])
+    ends, starts = [FleetError("the learner died")], iter([2])
     sizes.works()
     sizes.step_done(10.0)
     with pytest.raises(FleetError, match="the learner died"):
-        await main._through_sizes(session, reporter)
+        await main._through_sizes(session, reporter, lambda: False)
+    ends, starts = [asyncio.CancelledError()], iter([2])
+    with pytest.raises(asyncio.CancelledError):
+        await main._through_sizes(session, reporter, lambda: False)
+
+
+async def test_only_a_change_of_size_lets_the_work_go_on_that_was_called_off() -> None:
+    went_on: list[bool] = []
+
+    async def work() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                went_on.append(attempt._is_resized())
+                if not went_on[-1]:
+                    raise
+
+    attempt: Any = SimpleNamespace(_called_off=[], _task=asyncio.create_task(work()))
+    attempt._is_resized = lambda: main._Attempt._is_resized(attempt)
+    for causes in ([StopCause.RESIZE], [StopCause.RESIZE, None], [None]):
+        await asyncio.sleep(0)
+        for cause in causes:
+            main._Attempt._abort_all(attempt, cause)
+    await asyncio.wait([attempt._task])
+    assert went_on == [True, True, False], "a user who cancels meanwhile is heard again with the next answer"
+    assert attempt._task.cancelled()
 
 
 def test_what_the_broker_knows_of_a_run() -> None:

@@ -42,12 +42,13 @@ class Up:
 
     data: Path
     roots: tuple[Path, ...]
+    options: tuple[str, ...] = ()
+    """Of `rlhfless up`."""
 
     def start(self) -> None:
         roots = [word for root in self.roots for word in ("--root", str(root))]
-        subprocess.run(
-            [COMMAND, "up", "--detach", "--port", "0", "--data", str(self.data), *roots], check=True, timeout=300
-        )
+        command = [COMMAND, "up", "--detach", "--port", "0", "--data", str(self.data), *roots, *self.options]
+        subprocess.run(command, check=True, timeout=300)
 
     @property
     def client(self) -> Client:

@@ -104,19 +104,22 @@ def _possible() -> bool:
 
 
 @contextlib.contextmanager
-def started(**settings: str) -> Iterator[str]:
-    """Start Ray, and yield its address. `settings`: its environment variables."""
+def started(cores: int = 3, **settings: str) -> Iterator[str]:
+    """Start Ray, and yield its address. `settings`: its environment variables.
+
+    With more cores than the machine has, an actor on a device without a core of its own is simply not pinned.
+    """
     # Any other private Ray that starts replaces the token in the user's home.
     settings |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     with pytest.MonkeyPatch.context() as environment:
         for name, value in settings.items():
             environment.setenv(name, value)
-        with _head() as address:
+        with _head(cores) as address:
             yield address
 
 
 @contextlib.contextmanager
-def _head() -> Iterator[str]:
+def _head(cores: int) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -125,9 +128,8 @@ def _head() -> Iterator[str]:
     ray = str(Path(sys.executable).with_name("ray"))
     command = [ray, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}"]
     try:
-        # More devices than cores: an actor on a device without its own core is simply not pinned.
         subprocess.run(
-            [*command, "--include-dashboard=false", "--num-cpus=3", f"--temp-dir={folder}"],
+            [*command, "--include-dashboard=false", f"--num-cpus={cores}", f"--temp-dir={folder}"],
             check=True,
             timeout=240,
             capture_output=True,
@@ -157,6 +159,13 @@ def believed_gpu(address: str, kind: str, folder: Path) -> Iterator[None]:
         environment.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         subprocess.run([*command, labels], check=True, timeout=240, capture_output=True)
         yield
+
+
+def add_node(address: str, place: str) -> None:
+    """Add a node with one core to a Ray. `place`: its address, such as 127.0.0.2."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    command = [ray, "start", f"--address={address}", f"--node-ip-address={place}", "--num-cpus=1"]
+    subprocess.run(command, check=True, timeout=240, capture_output=True)
 
 
 def replicas(run_id: str) -> dict[str, psutil.Process]:

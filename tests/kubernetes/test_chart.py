@@ -14,7 +14,7 @@ from charts import CHART, Render, helm
 
 import rlhfless
 
-FILES = ("values-gpu-cluster.yaml", "values-single-gpu-node.yaml", "values-cpu-trial.yaml")
+FILES = ("values-gpu-cluster.yaml", "values-kueue.yaml", "values-single-gpu-node.yaml", "values-cpu-trial.yaml")
 POSTGRES = {"database": {"existingSecret": "postgres"}}
 OPEN = {
     "ingress": {"enabled": True, "host": "rlhf.example", "tlsSecret": "tls", "className": "nginx"},
@@ -197,10 +197,10 @@ def test_what_is_named_is_not_made(render: Render) -> None:
 
 
 def test_an_operator_bounds_runs_and_drivers(render: Render) -> None:
-    bounds = {"sizes": {"step_samples": 40_960_000}, "driverMemoryGiB": 2.5}
+    bounds = {"sizes": {"step_samples": 40_960_000}, "driverMemoryGiB": 2.5, "quotas": {"team-a": "16:2"}}
     (control,) = of_kind(render({"controlPlane": bounds}), "Deployment")
     words = control["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert {"--size=step_samples=40960000", "--driver-memory=2.5"} <= set(words)
+    assert {"--size=step_samples=40960000", "--driver-memory=2.5", "--quota=team-a=16:2"} <= set(words)
 
 
 def test_claims_that_are_kept(render: Render) -> None:
@@ -216,6 +216,7 @@ def test_claims_that_are_kept(render: Render) -> None:
         ({"controlplane": {}}, "controlplane"),
         ({"controlPlane": {"maxDriver": 2}}, "maxDriver"),
         ({"controlPlane": {"maxDrivers": 0}}, "maxDrivers"),
+        ({"controlPlane": {"quotas": {"team-a": "many"}}}, "team-a"),
         ({"service": {"type": "Cluster"}}, "type"),
         ({"image": {"digest": "latest"}}, "digest"),
         ({"ray": {"gpuGroups": [{"name": "h100"}]}}, "gpuGroups"),

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from fakes.live_runs import PausesAfter
 from rlhfless.fleet.leaving_watch import LeavingWatch
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import TrainerPools
-from rlhfless.orchestrator.host import Host
+from rlhfless.orchestrator.host import Host, RunPaused
 from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.run_steps import RunSteps
+from rlhfless.spec.keys import LimitsSpec
 
 
 class FakeRun:
@@ -24,6 +26,8 @@ class FakeRun:
 
     def __init__(self, *, must_move: bool) -> None:
         self.done: list[str] = []
+        self.ledger: Any = None
+        self.pools: dict[str, Any] = {}
         pool = SimpleNamespace(must_move=must_move, replicas=lambda: ["old"], stop=self.stop, function="learner")
         self.trainers = TrainerPools([pool], None, None)  # type: ignore[arg-type, list-item]
         self.spec = SimpleNamespace(
@@ -70,6 +74,15 @@ async def test_a_learner_moves_after_the_step(
     run = FakeRun(must_move=must_move)
     await RunSteps(run, SimpleNamespace(spec=run.spec, host=Host()), step).close(step)  # type: ignore[arg-type]
     assert run.done == done
+
+
+async def test_a_learner_whose_run_changes_its_size_does_not_move_first() -> None:
+    run, host = FakeRun(must_move=True), PausesAfter(3)
+    run.spec.limits = LimitsSpec()
+    run.ledger = SimpleNamespace(spent=lambda _: SimpleNamespace(cost_usd=0, device_s=0, held_s=0))
+    with pytest.raises(RunPaused, match="stopped after step 3"):
+        await RunSteps(run, SimpleNamespace(spec=run.spec, host=host), 3).close(3)  # type: ignore[arg-type]
+    assert run.done == ["save 3"]
 
 
 async def _does_not_obey(_: Any, step: int, *, saved: bool) -> None: ...

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from rlhfless import __version__
 from rlhfless.control.delivery import OUT_OF_MEMORY, DriverExit, DriverOrder, OtherProtocol, failure
 from rlhfless.control.driver.reporter import Reporter
+from rlhfless.control.driver.run_sizes import SIZES_FILE, RunSizes
 from rlhfless.control.driver.service_client import Outbox, ServiceClient, StaleOutbox
 from rlhfless.control.drivers import read_order
 from rlhfless.control.keys import hashed
@@ -108,6 +109,7 @@ class _Attempt:
         spec = self.spec
         console = Console("off" if spec.logging.console == "off" else "lines", f"run {self._order.run_id}", spec.steps)
         reporter = Reporter(self._outbox, console, spec.steps, spec.timeouts.devices_s)
+        reporter.sizes = RunSizes(self._folder / SIZES_FILE)
         leave_mark(self._folder, self._order.attempt, hashed(self._order.token))
         replaced = self._end_replaced
         client = ServiceClient(self._order, self._outbox, reporter.state, reporter.receive, replaced, marked=True)
@@ -161,6 +163,13 @@ class _Attempt:
             self._called_off.append(cause)
             self._task.cancel()
 
+    def _is_resized(self) -> bool:
+        """Whether the work was called off for another size alone; then it may go on."""
+        if self._called_off != [StopCause.RESIZE] or self._task.uncancel():
+            return False
+        self._called_off.clear()
+        return True
+
     def _end_replaced(self, why: str) -> None:
         """End this attempt because another driver has the run. Called in the client's thread."""
         log.warning("attempt %d was replaced: %s", self._order.attempt, why)
@@ -187,7 +196,7 @@ class _Attempt:
             session = Session(
                 prepared, self._order.run_id, self._folder, reporter, sinks, reporter, self._order.priority
             )
-            outcome = await _through_sizes(session, reporter)
+            outcome = await _through_sizes(session, reporter, self._is_resized)
         except StaleOutbox:
             raise
         except RunPaused as error:
@@ -220,17 +229,21 @@ class _Attempt:
         return DriverExit(status=Status.FAILED, reason=text, error=what)
 
 
-async def _through_sizes(session: Session, reporter: Reporter) -> Outcome:
-    """Run to the end. An elastic run whose size the service changes stops after its step, and starts from its
-    checkpoint with other devices; if it cannot start there, it returns to a size that it can have.
+async def _through_sizes(session: Session, reporter: Reporter, is_resized: Callable[[], bool]) -> Outcome:
+    """Run to the end. An elastic run whose size the service changes stops after its step, or at once if it has lost the
+    devices for it, and starts from its checkpoint with other devices; if it cannot start there, it returns to a size
+    that it can have.
 
-    Raises as `execute`.
+    `is_resized`: whether a cancellation was for another size. Raises as `execute`.
     """
     while True:
         try:
             return await execute(session)
         except RunPaused as error:
             if error.cause is not StopCause.RESIZE:
+                raise
+        except asyncio.CancelledError:
+            if not is_resized():
                 raise
         except StaleOutbox:
             raise
@@ -263,8 +276,6 @@ def _called_off(cause: StopCause | None) -> DriverExit:
         return DriverExit(status=Status.CANCELLED, reason="cancelled")
     if cause is StopCause.PAUSE:
         return DriverExit(status=Status.PAUSED, reason="paused before its first step")
-    if cause is StopCause.RESIZE:
-        return DriverExit(status=Status.QUEUED, reason="continues with the devices that are left")
     return DriverExit(status=Status.QUEUED, reason="yielded to a run of higher priority")
 
 

@@ -120,12 +120,18 @@ class Reporter(Host):
             self.cancel(None)
         elif answer.desired_state != "run" and not self._done and self._status is not Status.RUNNING:
             self.cancel(StopCause.PAUSE if answer.desired_state == "pause" else StopCause.YIELD)
-        elif self.sizes.elastic and self._may_hold < self.sizes.size and self._waits_for_devices:
+        elif self.sizes.elastic and self._may_hold < self.sizes.size and self._is_blocked:
+            self.sizes.stops()
             self.cancel(StopCause.RESIZE)  # some of its devices are lost, or another run's: it goes on with fewer
 
     @property
-    def _waits_for_devices(self) -> bool:
-        return any(what.startswith(FOR_DEVICES) for what, _ in self._waits)
+    def _is_blocked(self) -> bool:
+        """Whether the run waits for devices without which it cannot end its step: all replicas of a function start."""
+        if not any(what.startswith(FOR_DEVICES) for what, _ in self._waits):
+            return False
+        pools = [] if self._run is None else [pool.replicas() for pool in self._run.pools.values()]
+        starting = [all(each.state is ReplicaState.STARTING for each in replicas) for replicas in pools if replicas]
+        return any(starting) or not pools
 
     async def devices(self, wanted: DevicesWanted) -> int:
         """Wait until the service grants devices, and return their number. Raises NoDevices after

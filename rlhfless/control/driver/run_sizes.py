@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict, deque
+from pathlib import Path
 from statistics import fmean
 
 from rlhfless.control.delivery import LeaseWanted
 from rlhfless.orchestrator.host import DevicesWanted
 from rlhfless.records import Decision
 from rlhfless.util.clock import unix_s
+from rlhfless.util.folders import replace_text
+
+SIZES_FILE = "sizes.json"
+"""File in a run's folder, for its next driver: the size at which the run has worked last, and its seconds per step."""
 
 CHANGE_S = 60.0
 """Seconds that a change is taken to cost until the run has started once: saving, stopping, and starting anew."""
@@ -21,7 +27,9 @@ RECENT_STEPS = 8
 class RunSizes:
     """Sizes, steps and changes of one driver. All changes restart the run from its checkpoint, in the same driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path | None = None) -> None:
+        """`file`: SIZES_FILE of the run; None keeps nothing."""
+        self._file = file
         self._offered: tuple[int, ...] = ()
         self._refused: set[int] = set()
         """Sizes at which the run could not start."""
@@ -29,6 +37,8 @@ class RunSizes:
         """Devices that the run has, or starts with; 0 before it has any."""
         self._before = 0
         """Size before the change under way; 0 without one."""
+        self._worked = 0
+        """Size of the last step, also of earlier drivers; 0 before the first."""
         self._seen_s: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT_STEPS))
         self._steps_here = 0
         """Steps since the run started at its size."""
@@ -37,6 +47,11 @@ class RunSizes:
         """When the run began to start at its size; None once it works."""
         self._began_s: dict[str, float] = {}
         """When each part of the change under way began, by name."""
+        if file is not None and file.exists():
+            kept = json.loads(file.read_text("utf-8"))
+            self._worked = kept["worked"]
+            for size, step_s in kept["seen_s"].items():
+                self._seen_s[int(size)].append(step_s)
 
     @property
     def elastic(self) -> bool:
@@ -66,10 +81,14 @@ class RunSizes:
         if not self.elastic:
             return lease
         sizes = self._sizes
-        seen_s = {str(size): fmean(seconds) for size, seconds in self._seen_s.items() if seconds}
         change_s = self._changes_s[-1] if self._changes_s else CHANGE_S
-        changes = {"sizes": sizes, "seen_s": seen_s, "steps_left": steps_left, "change_s": change_s}
+        changes = {"sizes": sizes, "seen_s": self._measured_s, "steps_left": steps_left, "change_s": change_s}
         return lease.model_copy(update=changes | {"minimum": sizes[0], "maximum": sizes[-1]})
+
+    @property
+    def _measured_s(self) -> dict[str, float]:
+        """Mean seconds per step, by size."""
+        return {str(size): fmean(seconds) for size, seconds in self._seen_s.items() if seconds}
 
     # -- changes
 
@@ -108,8 +127,11 @@ class RunSizes:
         return took_s
 
     def refuse(self) -> bool:
-        """Refuse the present size if no step was done since the change to it; return whether another is left."""
-        if not self._before or self._steps_here or len(self._refused) + 1 >= len(self._offered):
+        """Refuse the present size if the run has worked at another, and has not done a step here since it started;
+        return whether a size is left. It may have been another driver that has begun the change."""
+        if self._steps_here or (self._worked or self._before) in (0, self.size):
+            return False
+        if len(self._refused) + 1 >= len(self._offered):
             return False
         self._refused.add(self.size)
         return True
@@ -117,9 +139,10 @@ class RunSizes:
     def step_done(self, step_s: float) -> None:
         """Note a step. The first at a size, which includes what starts late, counts only until there is another."""
         seen = self._seen_s[self.size]
-        self._steps_here += 1
-        if self._steps_here == 1 and seen:
-            return
-        if self._steps_here == 2 and len(seen) == 1:
-            seen.clear()
-        seen.append(step_s)
+        self._worked, self._steps_here = self.size, self._steps_here + 1
+        if self._steps_here > 1 or not seen:
+            if self._steps_here == 2 and len(seen) == 1:
+                seen.clear()
+            seen.append(step_s)
+        if self._file is not None and self.elastic:
+            replace_text(self._file, json.dumps({"worked": self._worked, "seen_s": self._measured_s}))
