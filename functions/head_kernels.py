@@ -136,8 +136,9 @@ class _FusedHead(torch.autograd.Function):
             grid = (len(target), triton.cdiv(slope.shape[1], BLOCK))
             _launch(_backward, grid, slope, target, *rows, ctx.asked, with_entropy)
             torch.mm(slope, weight, out=result)
-            of_weight = _added(of_weight, slope.T @ part, len(hidden) > ctx.rows)
-            if bias is not None:
+            if ctx.needs_input_grad[1]:
+                of_weight = _added(of_weight, slope.T @ part, len(hidden) > ctx.rows)
+            if ctx.needs_input_grad[2]:
                 of_bias = _added(of_bias, slope.sum(0, dtype=wide), several=False)
         ctx.products = None  # it holds the gradient now
         return of_hidden, *in_format(weight, of_weight, of_bias), None, None

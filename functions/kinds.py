@@ -21,6 +21,7 @@ from rlhfless.scaling.memory import (
     PUBLISH,
     PUBLISHED,
     TENSOR_PARALLEL_BYTES,
+    FrozenBase,
     MemoryPart,
     MemoryPhase,
     Scored,
@@ -281,7 +282,7 @@ def _learner_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 def learner_phases(terms: MemoryTerms, tokens: int) -> tuple[MemoryPhase, ...]:
     """Return a learner rank's memory phases with micro-batches of `tokens` tokens, without its process overhead."""
     spec, shape, learner = terms.spec, terms.shape, terms.spec.learner
-    how = sharded(learner, terms.sheet.kind)
+    how = sharded(learner, terms.sheet.kind, FrozenBase.of(terms.shape, terms.spec.model))
     if spec.type == "reward_model":
         phases = value_phases(shape, tokens, how)
     else:

@@ -147,7 +147,11 @@ class _ChunkedHead(torch.autograd.Function):
         asked: HeadPass = ctx.asked
         of_hidden, rows = torch.empty_like(hidden), rows_of(asked.head)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        of_weight, of_bias = (None if each is None else torch.zeros_like(each, dtype=wide) for each in (weight, bias))
+        # A frozen head has no gradient, which would take as much memory as the head.
+        of_weight, of_bias = (
+            torch.zeros_like(each, dtype=wide) if needed else None
+            for each, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         with_entropy = asked.entropy == "gradient"
         used = gradients if with_entropy else gradients[:1]
         chunks = (torch.split(each, rows) for each in (hidden, targets, of_hidden, *used))
@@ -158,7 +162,8 @@ class _ChunkedHead(torch.autograd.Function):
                 outputs = [_taken(everything, target), *([_entropy(everything)] if with_entropy else [])]
             (slope,) = torch.autograd.grad(outputs, products, upstream)
             result.copy_(slope @ weight)
-            of_weight += slope.T @ part
+            if of_weight is not None:
+                of_weight += slope.T @ part
             if of_bias is not None:
                 of_bias += slope.sum(0, dtype=wide)
         return of_hidden, *in_format(weight, of_weight, of_bias), None, None

@@ -23,13 +23,14 @@ from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.attention_check import load_fused
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
+from rlhfless.functions.lora import add_adapters
 from rlhfless.functions.policy import TORCH_DTYPES, PolicyNetwork, policy_of
 from rlhfless.functions.policy_loading import POLICY, Form, checkpoint_activations
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, set_gradient_reduction, shard
 from rlhfless.functions.training.optimizer import ShardedAdamW
 from rlhfless.functions.training.rank import TrainingRank
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
-from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, TrainingSpec
+from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, LoRASpec, TrainingSpec
 
 MICRO_BATCHES = 2
 """The second one adds to the gradients of the first."""
@@ -37,13 +38,17 @@ MICRO_BATCHES = 2
 CPU = torch.device("cpu")
 
 
-def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
+def peak_bytes(
+    config: Any, learner: LearnerSpec, ranks: int, rows: int, width: int, lora: LoRASpec | None = None
+) -> Mapping[str, int]:
     """Return the peak bytes of rank 0 of `ranks`, with micro-batches of `rows` sequences of `width` tokens.
+
+    With `lora`, the frozen layers are in the learner's dtype.
 
     The result has `total` and its parts by the tracker's categories. `config` is a transformers config. Must run in
     a process without a process group.
     """
-    return dry_run_peak(lambda mesh: _learner(config, learner, mesh), learner, ranks, _batch(rows, width))
+    return dry_run_peak(lambda mesh: _learner(config, learner, mesh, lora), learner, ranks, _batch(rows, width))
 
 
 def dry_run_peak(
@@ -79,10 +84,13 @@ def _peak(tracker: FSDPMemTracker) -> dict[str, int]:
     return {str(getattr(kind, "value", kind)).lower(): int(size) for kind, size in peaks.items()}
 
 
-def _learner(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
+def _learner(config: Any, learner: LearnerSpec, mesh: DeviceMesh, lora: LoRASpec | None = None) -> LearnerRank:
     rank = LearnerRank.__new__(LearnerRank)
     rank._algorithm, rank._temperature, rank._entropy_gradient = algorithm_of(GRPOSpec()), 1.0, False
-    _fill(rank, learner, mesh, _policy(config, learner, mesh), AdamWSpec())
+    network = _policy(config, learner, mesh, layers_dtype=None if lora is None else TORCH_DTYPES[learner.dtype])
+    if lora is not None:
+        add_adapters(network.model, lora, CPU, "the model")
+    _fill(rank, learner, mesh, network, AdamWSpec())
     return rank
 
 
@@ -96,10 +104,10 @@ def _fill(
 
 
 def _policy(
-    config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: torch.dtype = torch.float32
+    config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: torch.dtype = torch.float32, **options: Any
 ) -> PolicyNetwork:
     exact_head, elements = learner.head_dtype == "float32", learner.logits_elements
-    return _network(POLICY, config, learner, mesh, exact, exact_head=exact_head, logits_elements=elements)
+    return _network(POLICY, config, learner, mesh, exact, exact_head=exact_head, logits_elements=elements, **options)
 
 
 def _network(
@@ -111,13 +119,14 @@ def _network(
     *,
     exact_head: bool = False,
     logits_elements: int | None = None,
+    layers_dtype: torch.dtype | None = None,
 ) -> PolicyNetwork:
     config = copy.deepcopy(config)
     config.update(dict(form.config))
     model = load_fused(lambda attention: build_blank(form.auto, config, dtype=exact, attn_implementation=attention))
     compute = TORCH_DTYPES[training.dtype] if exact == torch.float32 else exact
     if mesh is not None:
-        shard(model, mesh, compute_dtype=compute, exact_head=exact_head)
+        shard(model, mesh, compute_dtype=compute, exact_head=exact_head, layers_dtype=layers_dtype)
         # The tracker sees forward passes only through module hooks: the model's own method is the pass.
         model.forward = getattr(model, INSIDE).__wrapped__
         setattr(model, INSIDE, model.__call__)

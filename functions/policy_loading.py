@@ -106,6 +106,7 @@ def load_policy(
     share_prefixes: bool = True,
     logits_elements: int | None = None,
     compiled: bool = False,
+    layers_dtype: DType | None = None,
     form: Form = POLICY,
 ) -> PolicyNetwork:
     """Load `spec.path` in Hugging Face format, without dropout, to `device`. *Collective* with a mesh.
@@ -119,6 +120,7 @@ def load_policy(
         share_prefixes: pack sequences where that pays, if the model's attention and the device's kernels allow it.
         logits_elements: see OutputHead.chunk_elements.
         compiled: see compile_layers.
+        layers_dtype: format of the decoder layers' parameters, if not that of the others; see sharding.shard.
         form: how to build the model from the files.
 
     Raises InputError if weights are missing, malformed or not finite; ValueError if this module's logits differ from
@@ -133,7 +135,14 @@ def load_policy(
     compute = TORCH_DTYPES[compute_dtype]
     split: Callable[[Any], None] | None = None
     if mesh is not None:
-        split = partial(sharding.shard, mesh=mesh, compute_dtype=compute, offload=offload, exact_head=exact_head)
+        split = partial(
+            sharding.shard,
+            mesh=mesh,
+            compute_dtype=compute,
+            offload=offload,
+            exact_head=exact_head,
+            layers_dtype=None if layers_dtype is None else TORCH_DTYPES[layers_dtype],
+        )
     model = load_fused(
         lambda attention: load_whole(
             form.auto,

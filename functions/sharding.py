@@ -89,9 +89,9 @@ def mesh_of(
 
 
 def copies_of(tensor: torch.Tensor) -> int:
-    """Return the number of ranks that hold the same part of a tensor."""
+    """Return the number of ranks that hold the same part of a tensor: all of them, if it is not split."""
     if not isinstance(tensor, DTensor):
-        return 1
+        return dist.get_world_size()
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if placement.is_replicate())
 
@@ -107,13 +107,19 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
 
 
 def shard(
-    model: Any, mesh: DeviceMesh, *, compute_dtype: torch.dtype, offload: bool = False, exact_head: bool = False
+    model: Any,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    offload: bool = False,
+    exact_head: bool = False,
+    layers_dtype: torch.dtype | None = None,
 ) -> None:
     """Split a model's parameters over a mesh. Those of a blank model stay without data.
 
     Matrix products are in `compute_dtype`; shards and gradient sums keep the parameters' own dtype. `offload`: keep
     shards, gradients and optimiser in host memory. `exact_head`: the root's group also computes in the parameters'
-    own dtype.
+    own dtype. `layers_dtype`: keep the parameters of layers in this format, unless the model is one group.
     """
     model.tie_weights()  # a tied tensor must be a single one when the groups are created
     exact = next(model.parameters()).dtype
@@ -127,6 +133,9 @@ def shard(
     exact_root = exact_head and exact != compute_dtype
     one_group = sum(map(torch.Tensor.numel, model.parameters())) < ONE_GROUP_PARAMETERS and not exact_root
     layers = [] if one_group else layers_of(model)
+    for part in (part for layer in layers if layers_dtype for part in layer.modules()):
+        for name, parameter in part.named_parameters(recurse=False):  # `to` cannot replace fake tensors
+            setattr(part, name, torch.nn.Parameter(parameter.detach().to(layers_dtype)))
     for layer in layers[:-1]:
         fully_shard(layer, mp_policy=in_layers, **options)
     for layer in layers[-1:]:  # a norm needs input and weight in the same dtype

@@ -14,6 +14,7 @@ from rlhfless.algorithms.supervised import SupervisedInputs, objective_of
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.batching import MicroBatches, cut_pairs, deal_pairs
 from rlhfless.functions.learner.exact_forward import ExactForward
+from rlhfless.functions.lora import adapters_of
 from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, response_logprobs, response_outputs
 from rlhfless.functions.shares import all_reduce_rows, share_outputs
 from rlhfless.functions.training.critic import load_critic, values_of
@@ -104,9 +105,11 @@ class LearnerRank(TrainingRank):
         weights returns the same values, up to its own rounding. *Collective.*
         """
 
-        def fetch(_: str, tensor: torch.Tensor) -> torch.Tensor:
-            published = gathered_as(tensor, self._spec.dtype, self._policy.device)
-            return published.to(tensor.dtype)
+        adapters = adapters_of(self._model)
+
+        def fetch(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            published = gathered_as(tensor, self._spec.dtype, self._policy.device, adapters.get(name))
+            return published.to(torch.promote_types(tensor.dtype, torch.float32))
 
         return self._probing.logprobs(token_ids, fetch)
 

@@ -1,7 +1,8 @@
 """Checkpoints: a Hugging Face model folder that any tool can load, plus the learner's state.
 
     step-000020/
-      config.json, model.safetensors, tokenizer     the published weights, written tensor by tensor by rank 0
+      config.json, model.safetensors, tokenizer     the published weights, written tensor by tensor by rank 0; of a
+                                                    model with an adapter only the adapter, in PEFT's files
       learner_state/                                torch.distributed.checkpoint: each rank writes its own shards
       run.json                                      the run's notes
 
@@ -33,8 +34,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedModel
 
+from rlhfless.functions.lora import ADAPTER_FILE, write_adapter_config
 from rlhfless.functions.sharding import class_of
-from rlhfless.functions.training.publishing import write_model_files
+from rlhfless.functions.training.publishing import CONFIG_FILE, GENERATION_FILE, write_model_files
 from rlhfless.records.checkpoints import NOTES_FILE, STATE_FOLDER, CheckpointError, files_of, is_url, remove
 from rlhfless.spec import ModelSpec
 from rlhfless.weights.files import TensorStream, write_file
@@ -102,7 +104,8 @@ class _Contents:
         """*Collective*."""
         together = self.savers.together
         _write_state(folder, self.state, self.savers)
-        together(WEIGHTS_FILE, lambda: self._write_weights(folder / WEIGHTS_FILE))
+        name = WEIGHTS_FILE if self.spec.lora is None else ADAPTER_FILE
+        together(name, lambda: self._write_weights(folder / name))
         together("the model's files", lambda: self._write_files(folder) if self.savers.first else None)
 
     def _write_weights(self, path: Path) -> None:
@@ -126,6 +129,10 @@ def write_files(folder: Path, spec: ModelSpec, model: PreTrainedModel) -> None:
     kind = class_of(model)
     own_code = kind if model.is_remote_code() else None
     write_model_files(folder, spec, copy.deepcopy(model.config), kind.__name__, own_code)
+    if spec.lora is not None:
+        write_adapter_config(folder, spec, model)
+        for name in (CONFIG_FILE, GENERATION_FILE):  # the folder holds no model
+            (folder / name).unlink(missing_ok=True)
 
 
 def try_files(spec: ModelSpec, model: PreTrainedModel, savers: Savers) -> None:

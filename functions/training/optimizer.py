@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfless.algorithms.passes import learning_rate
+from rlhfless.functions.lora import trained_parameters
 from rlhfless.functions.sharding import copies_of, local
 from rlhfless.spec import AdamWSpec
 
@@ -33,7 +34,7 @@ class ShardedAdamW:
 
     def __init__(self, model: torch.nn.Module, spec: AdamWSpec) -> None:
         self._spec = spec
-        self._parameters = dict(model.named_parameters())
+        self._parameters = trained_parameters(model)
         self._copies = copies_of(next(iter(self._parameters.values())))
         self._adamw = self._torch_adamw()
         self.updates = 0
@@ -113,7 +114,7 @@ class WeightAverage:
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         self._decay = decay
-        self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._weights = {name: parameter.detach() for name, parameter in trained_parameters(model).items()}
         self.tensors: Mapping[str, torch.Tensor] = {name: weight.clone() for name, weight in self._weights.items()}
         """Averages by parameter, sharded like the parameters."""
 

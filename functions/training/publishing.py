@@ -1,5 +1,7 @@
 """The learner's published weights: a stream of tensors in the published format.
 
+A weight with an adapter is published merged with it: computed in float32 from the base weight, and rounded once.
+
 Names and layout match a Hugging Face checkpoint, and a tensor shared by two modules appears once, so an engine's weight
 loader takes the stream like a checkpoint.
 
@@ -17,7 +19,6 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
+from rlhfless.functions.lora import Adapter, adapters_of, is_adapter
 from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.functions.sharding import layers_of, whole, whole_on_first
 from rlhfless.records import WeightSample
@@ -63,12 +65,15 @@ def published_stream(
     cloned.
     """
     gather = whole if everywhere else whole_on_first
-    fetch = partial(_fetched, dtype=dtype, device=device, gather=gather)
+    adapters = adapters_of(model)
 
     def streamed() -> Iterator[tuple[str, torch.Tensor]]:
         for unit in _units(model, tensors):
-            with lent(unit.values()) if lent else nullcontext():
-                gathered = {name: fetch(value) for name, value in unit.items()}
+            of_unit = [part for name in unit.keys() & adapters for part in (adapters[name].down, adapters[name].up)]
+            with lent([*unit.values(), *of_unit]) if lent else nullcontext():
+                gathered = {
+                    name: _fetched(value, dtype, device, gather, adapters.get(name)) for name, value in unit.items()
+                }
                 if lent:
                     gathered = {name: value if value is None else value.clone() for name, value in gathered.items()}
             present = {name: value for name, value in gathered.items() if value is not None}
@@ -78,9 +83,11 @@ def published_stream(
     return TensorStream(_layout(model, dtype), streamed())
 
 
-def gathered_as(value: torch.Tensor, dtype: DType, device: torch.device) -> torch.Tensor:
+def gathered_as(
+    value: torch.Tensor, dtype: DType, device: torch.device, adapter: Adapter | None = None
+) -> torch.Tensor:
     """Return a parameter or buffer, whole on every rank, in its published format. *Collective*."""
-    gathered = _fetched(value, dtype, device, whole)
+    gathered = _fetched(value, dtype, device, whole, adapter)
     assert gathered is not None, "it is gathered on every rank"
     return gathered
 
@@ -90,9 +97,13 @@ def _fetched(
     dtype: DType,
     device: torch.device,
     gather: Callable[..., torch.Tensor | None],
+    adapter: Adapter | None = None,
 ) -> torch.Tensor | None:
-    """Gather a tensor. Returns None on ranks that do not receive it."""
-    return gather(value, device, _format(value, dtype))
+    """Gather a tensor, merged with its adapter. Returns None on ranks that do not receive it."""
+    if adapter is None:
+        return gather(value, device, _format(value, dtype))
+    weight = gather(value, device)
+    return None if weight is None else adapter.merged(weight).to(_format(value, dtype))
 
 
 def sampling(stream: TensorStream, tokens: Collection[int], samples: dict[str, WeightSample]) -> TensorStream:
@@ -110,8 +121,8 @@ def sampling(stream: TensorStream, tokens: Collection[int], samples: dict[str, W
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers, in place and in their own dtype; shared ones once."""
-    parameters = dict(model.named_parameters())
+    """Return parameters and persistent buffers, in place and in their own dtype; shared ones once, adapters never."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     transient = {
         f"{prefix}.{name}" if prefix else name

@@ -33,6 +33,7 @@ from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
 from rlhfless.functions.lm_head import at_least_float32
+from rlhfless.functions.lora import adapter_stream, add_adapters, sum_gradients, trained_parameters
 from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.policy_loading import load_policy
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
@@ -100,7 +101,8 @@ class TrainingRank:
         tensors = [tensor for part in self._state().values() if isinstance(part, dict) for tensor in part.values()]
         if self._training.offload:
             tensors = []
-        return [*tensors, *self._model.buffers()]
+        frozen = (parameter for parameter in self._model.parameters() if not parameter.requires_grad)
+        return [*tensors, *frozen, *self._model.buffers()]
 
     def _state(self) -> dict[str, Any]:
         """Return the state to checkpoint. `restore` writes into these tensors."""
@@ -139,7 +141,10 @@ class TrainingRank:
         if later:
             state, device = self._background.copied(state), torch.device("cpu")
         weights = state.get("average", state["master_weights"])
-        stream = published_stream(self._model, self._spec.dtype, device, tensors=weights)
+        if self._spec.lora is None:
+            stream = published_stream(self._model, self._spec.dtype, device, tensors=weights)
+        else:
+            stream = adapter_stream(weights)
         write = partial(save_checkpoint, str(location), self._model, self._spec, stream, state, notes, self._savers)
         self._background.begin(str(location), write)
         if not later:
@@ -208,6 +213,8 @@ class TrainingRank:
             torch.autograd.backward(loss)
             shares.append(metrics)
         self._policy.settle()
+        if self._spec.lora is not None:
+            sum_gradients(trained_parameters(self._model).values())
         combined = over_ranks(combine_metrics(shares))
         self.shared_prompt_tokens += int(combined.pop(SHARED_PROMPT_TOKENS))
         norm = self._optimizer.gradient_norm()
@@ -257,10 +264,14 @@ def over_updates(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, flo
 def load_trained_policy(
     model: ModelSpec, learner: LearnerSpec, device: torch.device, mesh: DeviceMesh
 ) -> PolicyNetwork:
-    """Load the learner's policy; see load_trained."""
+    """Load the learner's policy, with an adapter if the spec asks for one; see load_trained."""
     exact = learner.head_dtype == "float32"
     head = {"exact_head": exact, "logits_elements": learner.logits_elements}
-    return load_trained(model, learner, device, mesh, compiled=learner.compile, **head)
+    frozen = None if model.lora is None else model.dtype
+    policy = load_trained(model, learner, device, mesh, compiled=learner.compile, layers_dtype=frozen, **head)
+    if model.lora is not None:
+        add_adapters(policy.model, model.lora, device, model.path)
+    return policy
 
 
 def load_trained(

@@ -268,9 +268,19 @@ def export(
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to; it must not exist.")],
+    merged: Annotated[bool, typer.Option(help="Merge an adapter (model.lora) with its base model.")] = False,
 ) -> None:
-    """Copy the model and tokenizer of a checkpoint in Hugging Face format, without the optimizer's state."""
+    """Copy the model and tokenizer of a checkpoint in Hugging Face format, without the optimizer's state.
+
+    A run with model.lora has an adapter in PEFT's format.
+    """
     from rlhfless.records.checkpoints import export_model
 
-    notes = export_model(checkpoint, out)
+    notes = export_model(checkpoint, out, complete=_merge if merged else None)
     typer.echo(f"{out} holds the model of {notes.run_id} after step {notes.step}")
+
+
+def _merge(adapter: Path, out: Path) -> None:
+    from rlhfless.functions.lora import merge_adapter  # it imports torch
+
+    merge_adapter(adapter, out)

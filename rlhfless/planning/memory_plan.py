@@ -22,6 +22,7 @@ from rlhfless.scaling.memory import (
     CACHED_VERSIONS,
     GIB,
     STAYS,
+    FrozenBase,
     MemoryPhase,
     kept_bytes,
     stored_versions,
@@ -178,11 +179,15 @@ def memory_plan(
     sizes = {name: (without_head(shape) if name in headless else shape).parameters for name in spec.trained}
     weights = {name: 4 * sizes[name] * part.copies for name, part in spec.trained.items()}
     # Memory copied by a checkpoint, and kept on the host during turns: master weights, moments, moving average.
+    trained = dict(weights)
+    if (base := FrozenBase.of(shape, spec.model)) is not None:
+        trained["learner"] = 4 * base.parameters
     kept = {
-        name: kept_bytes(size, averaged=spec.trained[name].average_decay is not None) for name, size in weights.items()
+        name: kept_bytes(size, averaged=spec.trained[name].average_decay is not None) for name, size in trained.items()
     }
     offloaded = sum(weights[name] + kept[name] for name, part in spec.trained.items() if part.offload)
-    waiting = kept if spec.placement.in_turns else weights  # all are loaded through the host
+    # All are loaded through the host. A frozen base waits there as well.
+    waiting = {name: max(kept[name], weights[name]) if spec.placement.in_turns else weights[name] for name in weights}
     on_devices = sum(waiting[name] for name, part in spec.trained.items() if not part.offload)
     loaded = on_devices + _frozen_bytes(spec, shape, rewards)
     held = offloaded + (0 if of_learner.kind == CPU_KIND else loaded)

@@ -121,6 +121,7 @@ def _preflight(spec: RunSpec) -> Prepared:
         "AutoModelForCausalLM",
         trust_remote_code=spec.model.trust_remote_code,
         config_is_right=policy is not None,
+        lora=spec.model.lora,
     )
     reward_faults, doubts = reward_problems(spec, everything), list[str]()
     if not reward_faults:

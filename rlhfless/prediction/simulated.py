@@ -26,7 +26,7 @@ from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import Interval, length, union
 from rlhfless.scaling.engine_model import per_pass
-from rlhfless.scaling.memory import learner_states_bytes
+from rlhfless.scaling.memory import FrozenBase, learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import NO_HEARTBEATS_S, compare
 from rlhfless.sim.experiment.figures import Totals
@@ -365,7 +365,8 @@ def _schedule(spec: RunSpec) -> ScheduleSpec:
 
 def _state_bytes(asked: Question) -> float:
     averaged = asked.spec.learner.average_decay is not None
-    parts = learner_states_bytes(asked.shape, averaged=averaged)
+    adapter = FrozenBase.of(asked.shape, asked.spec.model)
+    parts = learner_states_bytes(asked.shape, averaged=averaged, adapter=adapter)
     return sum(part.size_bytes for part in parts) / asked.shape.parameters
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhfless.prepare.model import PolicyModel, read_config
 from rlhfless.records.checkpoints import CheckpointError, is_url
 from rlhfless.scaling.latency.devices import kind_of, type_of
-from rlhfless.scaling.memory import CPU_KV_GIB, GIB, kept_bytes, version_bytes
+from rlhfless.scaling.memory import CPU_KV_GIB, GIB, FrozenBase, kept_bytes, version_bytes
 from rlhfless.scaling.placement import Node
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
@@ -44,6 +44,10 @@ WORKER_GIB = 1 / 16
 
 HIGH_LEARNING_RATE = 0.01
 """AdamW changes each weight by about the learning rate per step; weights are about 0.02."""
+
+LOW_ADAPTER_RATE = 1e-5
+"""Adapters learn with about ten times the rate of all weights: RLHF with 1e-5 to 1e-4 (Thinking Machines, LoRA Without
+Regret, 2025)."""
 
 
 def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
@@ -90,6 +94,11 @@ def learning_rate_warnings(spec: RunSpec) -> Iterator[str]:
             f"optimizer.learning_rate: {rate:g} moves each weight by about as much in every step, and weights are "
             "about 0.02; usual are 1e-7 to 1e-5 for RLHF and 1e-6 to 1e-4 for supervised learning"
         )
+    if spec.model.lora is not None and rate < LOW_ADAPTER_RATE:
+        yield (
+            f"optimizer.learning_rate: {rate:g} is low for an adapter (model.lora), which learns best with about ten "
+            f"times the rate of full fine-tuning; try {10 * rate:g}"
+        )
 
 
 def checkpoint_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
@@ -117,8 +126,10 @@ def _room_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     while not existing.exists():
         existing = existing.parent
     averaged = spec.learner.average_decay is not None
-    state = kept_bytes(4 * policy.shape.parameters, averaged=averaged)
-    needed, free = version_bytes(policy.shape, spec.model.dtype) + state, shutil.disk_usage(existing).free
+    base = FrozenBase.of(policy.shape, spec.model)
+    model = version_bytes(policy.shape, spec.model.dtype) if base is None else 4 * base.parameters
+    trained = policy.shape.parameters if base is None else base.parameters
+    needed, free = model + kept_bytes(4 * trained, averaged=averaged), shutil.disk_usage(existing).free
     if needed <= free:
         return []
     what = f"{str(existing)!r} has {free / GIB:.3g} GiB free, and a checkpoint takes {needed / GIB:.3g} GiB"

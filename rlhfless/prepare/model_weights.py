@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhfless.spec import LoRASpec
 from rlhfless.spec.data import is_path
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
@@ -28,19 +29,25 @@ Head = Literal["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
 
 
 def weight_problems(
-    field: str, path: str, head: Head, *, trust_remote_code: bool, config_is_right: bool = True
+    field: str,
+    path: str,
+    head: Head,
+    *,
+    trust_remote_code: bool,
+    config_is_right: bool = True,
+    lora: LoRASpec | None = None,
 ) -> list[Problem]:
     """Report why the weights at `path`, a folder or hub name, cannot be used. `field` is the spec's field that names
     it.
 
-    Tensors are compared with the config only if the config is right.
+    Tensors are compared with the config, and the targets of `lora` with its layers, only if the config is right.
     """
     folder = _folder(path)
     if folder is None:
         return []
     try:
         files = read_model_files(folder, field)
-        misfits = _misfits(field, path, files, head, trust_remote_code) if config_is_right else []
+        misfits = _misfits(field, path, files, head, trust_remote_code, lora) if config_is_right else []
     except InputError as error:
         return list(error.problems)
     return [*misfits, *_not_finite(field, files)]
@@ -61,11 +68,14 @@ def _folder(path: str) -> Path | None:
     return snapshot if snapshot is not None and all_there(snapshot) else None
 
 
-def _misfits(field: str, path: str, files: ModelFiles, head: Head, trust_remote_code: bool) -> list[Problem]:
+def _misfits(
+    field: str, path: str, files: ModelFiles, head: Head, trust_remote_code: bool, lora: LoRASpec | None
+) -> list[Problem]:
     import transformers
 
     # Lazily: torch and transformers take seconds to import, and a broken file should not wait for them.
     from rlhfless.functions.loading import build_blank, misfit
+    from rlhfless.functions.lora import target_problems
 
     config: Any = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
@@ -79,6 +89,8 @@ def _misfits(field: str, path: str, files: ModelFiles, head: Head, trust_remote_
     parameters = {name for name, parameter in blank.named_parameters() if parameter.is_floating_point()}
     whole = [name for name, tensor in sorted(files.tensors.items()) if name in parameters and not tensor.floating]
     problems = misfits.problems(field, files.holder)
+    if lora is not None:
+        problems += target_problems(blank, lora, path)
     if whole:
         names = counted("tensor", map(repr, whole))
         what = f"{files.holder(whole)} has {names} as integers, where the model has floating point"

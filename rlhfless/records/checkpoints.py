@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -209,11 +209,12 @@ def remove(location: str) -> None:
         files.rm(path, recursive=True)
 
 
-def export_model(location: str, folder: Path) -> CheckpointNotes:
+def export_model(location: str, folder: Path, complete: Callable[[Path, Path], None] | None = None) -> CheckpointNotes:
     """Copy a checkpoint's model and tokenizer to a new folder, without the learner's state, and return its notes.
 
-    `location`: a checkpoint's folder or URL, or a run's folder (its newest checkpoint). Raises CheckpointError if there
-    is no checkpoint, it cannot be copied, or the folder exists.
+    `location`: a checkpoint's folder or URL, or a run's folder (its newest checkpoint). `complete(copy, new)` makes the
+    folder from the copied files. Raises CheckpointError if there is no checkpoint, it cannot be copied, or the folder
+    exists.
     """
     if not is_url(location) and (of_run := Path(location) / CHECKPOINTS_FOLDER).is_dir():
         newest = Checkpoints(of_run, keep_last=1).newest()
@@ -225,17 +226,23 @@ def export_model(location: str, folder: Path) -> CheckpointNotes:
         raise CheckpointError(f"{folder} already exists; choose another folder")
     files, path = files_of(location)
     fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
+    completed = fresh.with_suffix(".complete")
     try:
         for name in files.find(path):
             relative = name[len(path) :].lstrip("/")
             if relative != NOTES_FILE and not relative.startswith(f"{STATE_FOLDER}/"):
                 (fresh / relative).parent.mkdir(parents=True, exist_ok=True)
                 files.get_file(name, str(fresh / relative))
-        fresh.rename(folder)
+        if complete is not None:
+            complete(fresh, completed)
+        (fresh if complete is None else completed).rename(folder)
+    except UserError:
+        raise
     except Exception as error:  # each kind of store raises its own errors
         raise CheckpointError(f"the model of {location} could not be copied to {folder}: {error}") from error
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        for left in (fresh, completed):
+            shutil.rmtree(left, ignore_errors=True)
     return notes
 
 

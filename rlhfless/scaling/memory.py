@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.spec import DType, RunSpec, TrainingSpec
+from rlhfless.spec import DType, ModelSpec, RunSpec, TrainingSpec
 
 GIB = 2**30
 
@@ -212,6 +212,31 @@ def logits_bytes(shape: ModelShape, tokens: int, chunk_elements: int, copies: in
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenBase:
+    """A frozen model with adapters (rlhfless.functions.lora)."""
+
+    parameters: int
+    """Parameters of the adapters."""
+    dtype: DType
+    """Number format of the layers' frozen weights."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, model: ModelSpec) -> FrozenBase | None:
+        """Return the base and adapters of a model; None if all weights are trained.
+
+        An adapter of rank r on a layer [out, in] has r (in + out) parameters. With q, k, v, o and a gated MLP as
+        targets, that is r L (4 h + 2 q + 2 k + 3 (h + I)). All layers count, even if `targets` names fewer. Routed
+        experts have no adapters.
+        """
+        if model.lora is None:
+            return None
+        dense = shape.dense_mlp // (3 * shape.hidden * shape.layers)
+        mlp = 3 * (shape.hidden + dense) if dense else 0
+        of_layer = 4 * shape.hidden + 2 * shape.query_width + 2 * shape.key_width + mlp
+        return cls(model.lora.rank * shape.layers * of_layer, model.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Sharded:
     """How a trained model is split over ranks."""
 
@@ -234,6 +259,8 @@ class Sharded:
     """The head outputs a single value, as a critic's does: no logits, and no gradient of a head."""
     averaged: bool = False
     """A moving average of the weights is kept."""
+    adapter: FrozenBase | None = None
+    """Only adapters are trained."""
 
     @property
     def alone(self) -> bool:
@@ -242,7 +269,7 @@ class Sharded:
         return self.ranks * self.copies == 1 and not self.offload
 
 
-def sharded(training: TrainingSpec, kind: str = CPU_KIND) -> Sharded:
+def sharded(training: TrainingSpec, kind: str = CPU_KIND, adapter: FrozenBase | None = None) -> Sharded:
     """Return how a trained model is split, from its section of the spec."""
     return Sharded(
         training.split_over(training.world_size),
@@ -253,6 +280,7 @@ def sharded(training: TrainingSpec, kind: str = CPU_KIND) -> Sharded:
         on_gpu=kind != CPU_KIND,
         copies=training.copies,
         averaged=training.average_decay is not None,
+        adapter=adapter,
     )
 
 
@@ -261,16 +289,28 @@ def kept_bytes(weights_bytes: int, *, averaged: bool) -> int:
     return weights_bytes * (4 if averaged else 3)
 
 
-def learner_states_bytes(shape: ModelShape, ranks: int = 1, *, averaged: bool = False) -> tuple[MemoryPart, ...]:
+def learner_states_bytes(
+    shape: ModelShape, ranks: int = 1, *, averaged: bool = False, adapter: FrozenBase | None = None
+) -> tuple[MemoryPart, ...]:
     """Return the states of one of N ranks: float32 master weights, gradients, and AdamW's two moments, 16 P / N.
 
     Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 3.1) count the same 16 and shard them the same way in stage 3. A
     moving average of the weights adds 4 P / N.
+
+    With adapters of A parameters, which each rank holds whole, these are 16 A (20 A), and the frozen base has no
+    gradients or moments: (4 R + b (P - R)) / N.
     """
-    p = math.ceil(shape.parameters / ranks)
+    if adapter is not None:
+        root = root_parameters(shape)
+        base = 4 * root + DTYPE_BYTES[adapter.dtype] * (shape.parameters - root)
+        frozen: tuple[MemoryPart, ...] = (MemoryPart("frozen weights", math.ceil(base / ranks)),)
+        p = adapter.parameters
+    else:
+        frozen = ()
+        p = math.ceil(shape.parameters / ranks)
     moments = MemoryPart("AdamW", 8 * p)
     average = (MemoryPart("average of the weights", 4 * p),) if averaged else ()
-    return MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), moments, *average
+    return *frozen, MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), moments, *average
 
 
 def layer_parameters(shape: ModelShape) -> int:
@@ -297,11 +337,16 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
                                                                     reduction; and T sharing_token_bytes
         root       (r + 4) R                                        after all layers, the last gradient to be reduced
 
-    A single rank has b P gathered in all three moments, and its last moment takes r h V + 4 R: a copy of R's gradients.
-    `publish` holds no gradients, but the probe's exact weights: 4 (R + G + h V). `restore` holds no gradients. Checked
-    against the learner's own code (rlhfless.functions.memory_dry_run) in tests/prepare.
+    A frozen base has no gradients: its last moment is `gather`, 2 (r R + b G), while parameters are copied out of the
+    messages of several ranks. A single rank has b P gathered in all three moments, and its last moment takes r h V
+    + 4 R: a copy of R's gradients. `publish` holds no gradients, but the probe's exact weights: 4 (R + G + h V).
+    `restore` holds no gradients. Checked against the learner's own code (rlhfless.functions.memory_dry_run) in
+    tests/prepare.
     """
-    states = () if how.offload else learner_states_bytes(shape, how.ranks, averaged=how.averaged)
+    frozen = how.adapter is not None
+    states = learner_states_bytes(shape, how.ranks, averaged=how.averaged, adapter=how.adapter)
+    if how.offload:  # adapters stay on the device
+        states = tuple(part for part in states if part.name != "frozen weights") if frozen else ()
     resting = tuple(part for part in states if part.name != "gradients")
     b, r = DTYPE_BYTES[how.dtype], 4 if how.exact_head else DTYPE_BYTES[how.dtype]
     layer, root, head = layer_parameters(shape), root_parameters(shape), 0 if how.values else shape.head
@@ -310,9 +355,11 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     sharing = sharing_token_bytes(shape, how.dtype, backward=True, on_gpu=how.on_gpu) * tokens * how.sharing
     logits = 8 * tokens * shape.hidden if how.values else logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
     whole = b * (shape.parameters - root) + r * root
-    gathered = {"head": r * root + b * layer, "layer": r * root + 2 * b * layer, "root": 0}
-    head_gradient = (r + 4 * (tokens * shape.vocabulary > chunk_elements)) * head
-    moments = {
+    first, two = r * root + b * layer, r * root + 2 * b * layer
+    gathered = {"head": first, "layer": two, "root": 0, "gather": 2 * first}
+    head_gradient = 0 if frozen else (r + 4 * (tokens * shape.vocabulary > chunk_elements)) * head
+    last = r * head + 4 * root if how.alone else (r + 4) * root
+    moments: dict[str, tuple[MemoryPart, ...]] = {
         "head": (
             MemoryPart("activations", kept),
             MemoryPart("head's gradient", head_gradient),
@@ -321,9 +368,9 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
         "layer": (
             MemoryPart("activations", kept + recomputed),
             MemoryPart("attention to shared prefixes", sharing),
-            MemoryPart("gradients of a layer", r * head + 8 * layer),
+            MemoryPart("gradients of a layer", 0 if frozen else r * head + 8 * layer),
         ),
-        "root": (MemoryPart("gradients of embeddings and head", r * head + 4 * root if how.alone else (r + 4) * root),),
+        **({"gather": ()} if frozen else {"root": (MemoryPart("gradients of embeddings and head", last),)}),
     }
     learning = [
         MemoryPhase("learn", (*states, MemoryPart("gathered weights", whole if how.alone else gathered[name]), *parts))

@@ -28,6 +28,7 @@ from rlhfless.spec.data import (
     DrawLessSpec,
     DType,
     HeldOutSpec,
+    LoRASpec,
     MixtureSetSpec,
     ModelSpec,
     NamedSetSpec,

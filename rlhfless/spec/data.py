@@ -10,11 +10,39 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhfless.spec.base import MOST_TOKENS, HubPath, SpecModel
 
 DType = Literal["float32", "bfloat16", "float16"]
+
+
+class LoRASpec(SpecModel):
+    """Train low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model instead of all its weights.
+
+    A learning rate of about ten times that of full fine-tuning fits (Thinking Machines, LoRA Without Regret, 2025).
+    """
+
+    rank: Annotated[int, Field(ge=1, le=512)] = 32
+    """Rank of the adapters: a power of two."""
+
+    alpha: Annotated[int, Field(ge=1, le=1024)] = 32
+    """Adapters are scaled by alpha / rank: a power of two."""
+
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1, max_length=64)] = "all-linear"
+    """Linear layers with an adapter: all of the decoder layers, or names such as `q_proj` and patterns such as
+    `*_proj`."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the initial values."""
+
+    @field_validator("rank", "alpha")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            lower = 1 << (value.bit_length() - 1)
+            raise ValueError(f"give a power of two, such as {lower} or {2 * lower}, so that the scale rounds nothing")
+        return value
 
 
 class ModelSpec(SpecModel):
@@ -35,6 +63,9 @@ class ModelSpec(SpecModel):
 
     trust_remote_code: bool = False
     """Run code that comes with the model. Use it only for models you trust."""
+
+    lora: LoRASpec | None = None
+    """Train adapters instead of all weights. `null`: all weights."""
 
 
 class HeldOutSpec(SpecModel):

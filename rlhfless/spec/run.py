@@ -57,7 +57,15 @@ _OF_REFERENCE = ("reference", "scaling.hold_reference")
 ABSENT: Mapping[RunType, tuple[str, ...]] = {
     "rlhf": ("demonstrations", "preferences", "dpo"),
     "sft": (*_OF_RLHF, *_OF_REFERENCE, "preferences", "dpo"),
-    "reward_model": (*_OF_RLHF, *_OF_REFERENCE, "demonstrations", "dpo", "learner.logits_mib", "learner.head_dtype"),
+    "reward_model": (
+        *_OF_RLHF,
+        *_OF_REFERENCE,
+        "demonstrations",
+        "dpo",
+        "model.lora",
+        "learner.logits_mib",
+        "learner.head_dtype",
+    ),
     "dpo": (*_OF_RLHF, "demonstrations"),
 }
 """Keys that do not apply to each run type. They are refused if given, and not written to its spec.yaml."""

@@ -30,6 +30,7 @@ from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import (
     GIB,
     PROCESS_BYTES,
+    FrozenBase,
     Scored,
     Sharded,
     activation_bytes,
@@ -46,7 +47,7 @@ from rlhfless.scaling.memory import (
     sharing_token_bytes,
     value_phases,
 )
-from rlhfless.spec import CriticSpec, LearnerSpec, RunSpec
+from rlhfless.spec import CriticSpec, LearnerSpec, LoRASpec, ModelSpec, RunSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.load import check_resumable
 
@@ -191,6 +192,35 @@ def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: Lea
     )
     learn = learn_phases(shape(sizes), 4 * 1024, how, 2**25)[0]
     assert learn.size_bytes == pytest.approx(held["total"], rel=0.1), (learn, held)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_an_adapter_holds_what_the_plan_says(ranks: int) -> None:
+    from rlhfless.functions.memory_dry_run import peak_bytes
+
+    sizes = QWEN_7B | {"num_hidden_layers": 2}
+    learner = LearnerSpec(dtype="bfloat16", gradient_checkpointing=True, head_dtype="float32")
+    held = peak_bytes(Qwen2Config(**sizes), learner, ranks, rows=4, width=1024, lora=LoRASpec(rank=64, alpha=64))
+    model = ModelSpec(path="m", dtype="bfloat16", lora=LoRASpec(rank=64))
+    base = FrozenBase.of(shape(sizes), model)
+    assert base is not None
+    of_layer = 7 * 3584 + 2 * 28 * 128 + 2 * 4 * 128 + 3 * 18944
+    assert base.parameters == 64 * 2 * of_layer
+    how = Sharded(ranks, "bfloat16", True, exact_head=True, adapter=base)
+    learn = learn_phases(shape(sizes), 4 * 1024, how, 2**25)[0]
+    assert learn.size_bytes == pytest.approx(held["total"], rel=0.1), (learn, held)
+    assert held["AdamW"] == 8 * base.parameters
+
+
+def test_a_7b_with_an_adapter_is_learned_on_one_gpu() -> None:
+    """On one H100, all weights of a 7B take 16 bytes each; frozen they take 2, and embeddings and head 4."""
+    seven = shape(QWEN_7B)
+    whole, adapter = (
+        learn_phases(seven, 8192, Sharded(1, "bfloat16", True, exact_head=True, adapter=base), 2**25)[0].size_bytes
+        for base in (None, FrozenBase.of(seven, ModelSpec(path="m", dtype="bfloat16", lora=LoRASpec())))
+    )
+    assert whole > 120 * GIB
+    assert adapter < 50 * GIB
 
 
 @pytest.mark.parametrize("form", ["eager", "unknown"])
