@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlhfless.environments.agent_endpoint import AgentEndpoint
 from rlhfless.environments.conversation import ConversationModel
 from rlhfless.environments.protocol import EnvironmentFailed
 from rlhfless.spec.explain import nearest
+from rlhfless.util import processes
 from rlhfless.util.text import parsed_json
 
 PREFIX, WORK = "rlhfless-agent-", "work"
@@ -132,7 +134,13 @@ async def _run(arguments: Sequence[str], folder: str, variables: Mapping[str, st
     """Run a program to its end; return its exit code, and the ends of its output and of all that it said."""
     try:
         transport, program = await asyncio.get_running_loop().subprocess_exec(
-            _Program, *arguments, cwd=folder, env=variables, stdin=asyncio.subprocess.DEVNULL, process_group=0
+            _Program,
+            *arguments,
+            cwd=folder,
+            env=variables,
+            stdin=asyncio.subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=partial(processes.die_with, os.getpid()),  # a killed worker ends it too
         )
     except (OSError, ValueError) as error:
         raise EnvironmentFailed(f"`command` cannot be started: {error}") from error

@@ -3,7 +3,9 @@ limits, failures."""
 
 import asyncio
 import json
+import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -221,6 +223,30 @@ async def test_nothing_of_a_program_outlives_its_episode(tmp_path):
     assert time.monotonic() - began_s < 30
     for each in (pid, int((tmp_path / "pid").read_text())):
         assert not psutil.pid_exists(each) or psutil.Process(each).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_program_ends_with_its_worker(tmp_path):
+    (tmp_path / "raw.py").write_text(RAW)
+    code = "ask(('user', 'a')); open('pid', 'w').write(str(os.getpid())); time.sleep(1234)"
+    source = EnvironmentSource("process", (sys.executable, "raw.py", code), str(tmp_path))
+    workers = EnvironmentWorkers(source, 1, call_s=60.0, memory_mib=2048)
+    try:
+        await workers.start()
+        limits = EpisodeLimits(call_s=60.0, retries=0)
+        playing = asyncio.create_task(
+            play_episode(EpisodeTask("p", 0, {}, 1), Says(["one<|im_end|>"]), byte_format(), workers, limits)
+        )
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.05)
+        program = psutil.Process(int((tmp_path / "pid").read_text()))
+        (worker,) = workers.pids
+        os.kill(worker, signal.SIGKILL)
+        psutil.wait_procs([program], timeout=20)  # the loop of this process, which would kill it, does not run
+        assert not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
+        episode = await playing
+    finally:
+        workers.close()
+    assert (episode.status, episode.cause) == (EpisodeStatus.FAILED, "its process died in `play`: signal SIGKILL")
 
 
 async def test_a_program_gets_its_task_and_no_secret(tmp_path, monkeypatch):
