@@ -34,7 +34,7 @@ from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.policies import make_policy
 from rlhfless.sim.run import LearnedStep, simulate
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.setup import ActorShape, LearnerShape, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 from rlhfless.spec import SyncSpec
 
@@ -103,9 +103,8 @@ def fleet(actors: int) -> Setup:
     scoring = ServiceShape(slot_setup("cpu-0", "cpu-core", 0, 1.0), FunctionName.SCORING, Work.SCORE, 1e-3, 0.0)
     learner = LearnerShape(slot_setup("learner", "h100", 0, 60.0), 1.0, 1e-6, 4e-6, 2.0)
     transport = Transport("auto", 50e9, 0.2, 14_000_000_000)
-    links = Links(HEARTBEAT_S, 0.01)
     return Setup(
-        generation, (scoring,), learner, transport, links, SyncSpec(), node_s=120.0, max_tokens=MAX_TOKENS, seed=0
+        generation, (scoring,), learner, transport, HEARTBEAT_S, SyncSpec(), node_s=120.0, max_tokens=MAX_TOKENS, seed=0
     )
 
 

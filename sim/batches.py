@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ class CountedBatch:
     groups: list[int]
 
 
-@dataclass(slots=True)
+@dataclass
 class CountedStepBatch:
     """What a step learns from (implements rlhfless.orchestrator.batches.StepBatch)."""
 
@@ -36,7 +37,7 @@ class CountedStepBatch:
     response_tokens: Sequence[float] = ()
     """Its trace has the lengths."""
 
-    @property
+    @cached_property
     def metrics(self) -> Mapping[str, float]:
         """See StepBatch. Generation ends with the last sample of the step, whatever its actors still do."""
         lengths = [group.prompt.response_tokens for group in self.groups]

@@ -14,6 +14,7 @@ from rlhfless.fleet.protocols import FleetError
 from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.messages import Loaded, PrecomputeRequest, Progress, StreamEnd
 from rlhfless.records import Probe, PublishedWeights, SleepTier, Slept, WeightVersion, Work
+from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.sim.devices import SimulatedDevices
 from rlhfless.sim.engines import StepEngines
 from rlhfless.sim.faults import NO_FAULTS, DrawnFaults, SimulatedFaults
@@ -74,6 +75,11 @@ class SimulatedCluster:
         """The slot of each replica that was ever started."""
         self._under_way = frozenset(setup.under_way)
         self.lives = [0] * len(setup.slot_setups)
+        self._in_turns = [
+            frozenset() if at.beside else frozenset(device.name for device in at.allocation.devices)
+            for at in setup.slot_setups
+        ]
+        """By slot: the devices on which its replica takes turns."""
         self._pulled_s: dict[str, float] = {}
         """By node: when it has pulled the version."""
         self._pulled_version = ""
@@ -130,20 +136,12 @@ class SimulatedCluster:
 
     def sharing(self, handle: SimulatedHandle) -> list[SimulatedHandle]:
         """Return the other replicas that are awake on devices of a replica that takes turns there."""
-        mine = self.setup.slot_setups[handle.slot]
-        devices = {device.name for device in mine.allocation.devices}
-        return (
-            []
-            if mine.beside
-            else [
-                other
-                for other in self.handles.values()
-                if other is not handle
-                and other.awake
-                and not (at := self.setup.slot_setups[other.slot]).beside
-                and devices & {device.name for device in at.allocation.devices}
-            ]
-        )
+        mine = self._in_turns[handle.slot]
+        return [
+            other
+            for other in self.handles.values()
+            if other.awake and other is not handle and not mine.isdisjoint(self._in_turns[other.slot])
+        ]
 
     def loaded_s(self, slot: int, version: str) -> float:
         """Return when an actor that starts now has loaded a version (see SimulatedFleet._loaded_s)."""
@@ -158,16 +156,8 @@ class SimulatedCluster:
         return at_s + transport.load_s
 
 
-class PendingAnswer:
+class PendingAnswer(asyncio.Task[Reply[Any]]):
     """The answer to a call: a task, which starts when the call is sent (a PendingReply)."""
-
-    __slots__ = ("_task",)
-
-    def __init__(self, task: asyncio.Task[Reply[Any]]) -> None:
-        self._task = task
-
-    def __await__(self) -> Any:
-        return self._task.__await__()
 
     async def sent(self) -> None: ...
 
@@ -196,10 +186,10 @@ class SimulatedHandle:
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> PendingAnswer:
         """See rlhfless.fleet.handles.Handle."""
-        task = asyncio.create_task(self._alive(getattr(self, f"do_{method}"), *arguments, **keywords))
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return PendingAnswer(task)
+        answer = PendingAnswer(self._alive(getattr(self, f"do_{method}"), *arguments, **keywords))
+        self._tasks.add(answer)
+        answer.add_done_callback(self._ended)
+        return answer
 
     def _ended(self, task: asyncio.Task[Reply[Any]]) -> None:
         self._tasks.discard(task)
@@ -326,7 +316,7 @@ class SimulatedHandle:
                 await asyncio.wait([request.ended], timeout=self._cluster.drawn.beat_s())
                 if not await self._delivered(request.ended.done()):
                     yield Progress(self._incarnation, {})
-            request.ended.result()
+            end_s: float = request.ended.result()
         finally:
             self._requests.remove(request)
             if not request.ended.done():
@@ -339,13 +329,13 @@ class SimulatedHandle:
             evicted_tokens=done["evicted"],
             sequences=len(request.numbers),
         )
-        yield StreamEnd(Reply(self._incarnation, None, start_s, unix_s(), usage))
+        yield StreamEnd(Reply(self._incarnation, None, start_s, end_s, usage))
 
     async def do_precompute(self, call: Call, request: PrecomputeRequest) -> Reply[Any]:
         """Put prefixes into the engine's cache."""
         engine = self._cluster.engines.engine(call.step, self.slot, self.life)
         prefixes: Any = request.prefixes
-        done = engine.precompute(prefixes, unix_s(), self._cluster.setup.links.move_s)
+        done = engine.precompute(prefixes, unix_s(), MOVE_S.value)
         await asyncio.sleep(done.end_s - unix_s())
         tokens, cached = done.computed_tokens + done.cached_tokens, done.cached_tokens
         usage = CallUsage(input_tokens=tokens, cached_tokens=cached, sequences=len(prefixes))
@@ -369,11 +359,10 @@ class SimulatedHandle:
         engine = self._cluster.engines.engine(call.step, self.slot, self.life)
         samples = np.intersect1d(np.asarray(numbers, np.int64), engine.resident)
         at_s = engine.abort(samples, unix_s())
-        await asyncio.sleep(at_s - unix_s() + self._cluster.setup.links.move_s)
+        await asyncio.sleep(at_s - unix_s() + MOVE_S.value)
         samples = samples[~engine.progress.finished[samples]]
         for request in [request for request in self._requests if request.step == call.step]:
-            if (mine := np.intersect1d(samples, request.numbers)).size:
-                request.aborted(mine)
+            request.aborted(np.intersect1d(samples, request.numbers))
         return self._now(None)
 
     # -- services and learner

@@ -46,7 +46,8 @@ class CountedRequest:
     step: int
     numbers: Ints
     version: str
-    ended: asyncio.Future[None]
+    ended: asyncio.Future[float]
+    """Has the time at which the last sample ended or left, which may have passed (see REPORT_S)."""
     aborted: Callable[[Ints], None]
     """To be called with samples that have left the engine."""
     prefixes: list[int]
@@ -100,14 +101,14 @@ class CountedSamples:
         """`[samples]`: has left its engine; the message is on its way."""
         self._waits = np.zeros(batch.samples, np.bool_)
         """`[samples]`: has a slot but no request."""
-        self._order: list[Ints] = []
-        """Samples that wait, in the order of their assignment; entries that no longer wait are skipped."""
-        self._open: dict[int, asyncio.Future[None]] = {}
+        self._order: dict[int, list[Ints]] = {}
+        """By slot: the samples that wait there, in the order of their assignment; those that no longer do are
+        skipped."""
+        self._open: dict[int, asyncio.Future[float]] = {}
         """By request: set when none of its samples is on the engine."""
         self._requests = self._complete = 0
         """Number of requests so far, and of complete groups."""
         self._prefixes = batch.tree.long() if planned else None
-        self._counts: tuple[list[int], list[int]] | None = None
 
     def prefixes_decision(self, at_s: float) -> None:
         return None
@@ -134,7 +135,6 @@ class CountedSamples:
 
     def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
         self._engines.settle()
-        self._counts = None
         batch, table = self._left.batch, self.progress.table
         return StepView(
             fleet,
@@ -150,45 +150,36 @@ class CountedSamples:
             self._prefixes,
         )
 
-    def counts(self, slot: int) -> tuple[int, int]:
-        if self._counts is None:
-            home, begun = self.slot_of, self.progress.table.tokens > 0
-            held = home >= 0
-            running = np.bincount(home[held & begun], minlength=self._slots)
-            waiting = np.bincount(home[held & ~begun], minlength=self._slots)
-            self._counts = running.tolist(), waiting.tolist()
-        return self._counts[0][slot], self._counts[1][slot]
+    def counts(self) -> tuple[Ints, Ints]:
+        return self.assignment.counts(self.progress.table.tokens > 0)
 
     def give(self, samples: Ints, slot: int) -> None:
         self.assignment.give(samples, slot)
-        self._wait(samples[self._request_of[samples] == NONE])
+        self._wait(samples[self._request_of[samples] == NONE], slot)
 
     def lose(self, slot: int) -> Ints:
         samples = self.assignment.lose(slot)
         self._waits[samples] = False
         return samples
 
-    def _wait(self, samples: Ints) -> None:
+    def _wait(self, samples: Ints, slot: int) -> None:
         self._waits[samples] = True
         if samples.size:
-            self._order.append(samples)
+            self._order.setdefault(slot, []).append(samples)
 
     # -- requests to actors
 
     def take_waiting(self, serves: Callable[[int], bool]) -> list[tuple[int, Ints]]:
-        if not self._order:
-            return []
-        order = np.concatenate(self._order)
-        order = order[self._waits[order] & ~self._finished[order]]
-        if order.size > np.count_nonzero(self._waits):  # given twice before it was submitted: the last time counts
-            _, last = np.unique(order[::-1], return_index=True)
+        taken = []
+        for slot in sorted(filter(serves, self._order)):
+            order = np.concatenate(self._order.pop(slot))
+            order = order[self._waits[order] & (self.slot_of[order] == slot)]
+            _, last = np.unique(order[::-1], return_index=True)  # of those given twice, the last time counts
             order = order[np.sort(order.size - 1 - last)]
-        slots = self.slot_of[order]
-        ready = np.array([serves(slot) for slot in range(self._slots)])[slots]
-        chosen, of = order[ready], slots[ready]
-        self._order = [order[~ready]] if not ready.all() else []
-        self._waits[chosen] = False
-        return [(slot, chosen[of == slot]) for slot in np.unique(of).tolist()]
+            self._waits[order] = False
+            if order.size:
+                taken.append((slot, order))
+        return taken
 
     def submit(self, samples: Ints, request: int, actor: str, version: str) -> CountedRequest:
         self._request_of[samples] = request
@@ -211,15 +202,17 @@ class CountedSamples:
         return [batch.groups + prefix for prefix in batch.tree.to_precompute(np.unique(batch.group[samples]))]
 
     def on(self, requests: Collection[int]) -> dict[int, Ints]:
-        return self._by_request(np.isin(self._request_of, [*requests]) & ~self._finished)
+        return self._by_request(np.flatnonzero(np.isin(self._request_of, [*requests]) & ~self._finished))
 
     def strays(self, slots: Sequence[int]) -> dict[int, Ints]:
-        on = np.array([*slots, NONE])[self._request_of]
-        left = (self._request_of != NONE) & (self.slot_of != UNASSIGNED) & ~self._finished
-        return self._by_request(left & (on != self.slot_of))
+        held = np.flatnonzero(self.slot_of != UNASSIGNED)
+        request_of = self._request_of[held]
+        on = np.array([*slots, UNASSIGNED])[request_of]
+        return self._by_request(held[(on != self.slot_of[held]) & (request_of != NONE)])
 
-    def _by_request(self, chosen: Any) -> dict[int, Ints]:
-        samples = np.flatnonzero(chosen)
+    def _by_request(self, samples: Ints) -> dict[int, Ints]:
+        if not samples.size:
+            return {}
         of = self._request_of[samples]
         return {request: samples[of == request] for request in np.unique(of).tolist()}
 
@@ -257,7 +250,9 @@ class CountedSamples:
     def _leave(self, samples: Ints) -> None:
         """Let samples that have left their actor wait at their slot."""
         self._request_of[samples], self._back[samples] = NONE, False
-        self._wait(samples[(self.slot_of[samples] != UNASSIGNED) & ~self._finished[samples]])
+        slots = self.slot_of[samples]
+        for slot in np.unique(slots[slots != UNASSIGNED]).tolist():
+            self._wait(samples[slots == slot], slot)
 
     def _report(self, groups: Ints) -> None:
         """Send a message: these groups have become complete."""
@@ -272,11 +267,14 @@ class CountedSamples:
 
     def _end_requests(self) -> None:
         """End the requests without a sample on their engines. Engines may be ahead of the clock."""
-        ended = self._back | (self._finished & (self.progress.table.finish_s <= unix_s() + ROUNDING_S))
+        now_s, finish_s = unix_s(), self.progress.table.finish_s
+        ended = self._back | (self._finished & (finish_s <= now_s + ROUNDING_S))
         left = np.bincount(self._request_of[(self._request_of != NONE) & ~ended], minlength=self._requests)
         for request in [request for request in self._open if not left[request]]:
+            samples = np.flatnonzero(self._request_of == request)
+            aborted = not samples.size or self._back[samples].any()
             if not (future := self._open.pop(request)).done():
-                future.set_result(None)
+                future.set_result(now_s if aborted else min(float(finish_s[samples].max()), now_s))
 
     # -- the end of the stage
 

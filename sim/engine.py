@@ -251,8 +251,6 @@ class SimulatedEngine:
         self.shape = pool.shape
         self.progress = progress
         self._pool = pool
-        self.asked: set[int] = set()
-        """Shared prefixes of the batch that were requested for this engine's cache."""
         self._row = row
         self.slot = int(pool.slots[row])
         self._n = pool.memory.engine[row]
@@ -340,7 +338,6 @@ class SimulatedEngine:
         do not fit are skipped.
         """
         self._to_boundary(at_s)
-        self.asked.update(nodes)
         done = Precomputed(max(self.now_s, at_s), max(self.now_s, at_s) + fixed_s)
         for node in nodes:
             for part in self.progress.lineage(node):  # including ancestors that were too short for a call of their own
@@ -402,7 +399,6 @@ class SimulatedEngine:
 
     def drop_kv(self) -> None:
         """Drop the KV of all prompts and prefixes that no sequence holds."""
-        self.asked.clear()
         self._pool.memory.idle[self._row] = 0
 
     def crash(self, at_s: float) -> Ints:

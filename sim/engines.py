@@ -19,7 +19,7 @@ from rlhfless.sim.samples import RolloutBatch, StepProgress, rows_of
 from rlhfless.sim.setup import ActorShape
 from rlhfless.util.clock import unix_s
 
-REPORT_S = 0.25
+REPORT_S = 1.0
 """Seconds between two reports of complete groups."""
 
 ROUNDING_S = 1e-9

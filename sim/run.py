@@ -67,7 +67,7 @@ def spec_of(setup: Setup, last: RolloutBatch, *, times_out: bool = False) -> Run
         timeouts = timeouts.model_copy(update=endless)
         recovery = recovery.model_copy(update={"heartbeat_s": LONG_S})
     generation = spec.generation.model_copy(
-        update={"max_tokens": setup.max_tokens, "progress_interval_s": setup.links.heartbeat_s}
+        update={"max_tokens": setup.max_tokens, "progress_interval_s": setup.heartbeat_s}
     )
     engine = generation.engine.model_copy(update={"max_sequences": setup.actors[0].engine.max_sequences})
     actors = {"min_actors": setup.fewest_actors, "max_actors": len(setup.actors)}

@@ -1,4 +1,4 @@
-"""The parts of a simulated run: slots for replicas, the work of each function, links and transport.
+"""The parts of a simulated run: slots for replicas, the work of each function, and the transport.
 
 Slots are numbered: generation first, then the services, then the learner.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, FunctionRole, Work
@@ -53,20 +54,6 @@ class Transport:
     def pulls(self, node: str) -> bool:
         """Return whether a node has to pull a version."""
         return self.home not in (None, node)
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The times of messages and moves between actors."""
-
-    heartbeat_s: float
-    """Seconds between two heartbeats of a step."""
-    move_s: float
-    """Seconds to move a sample, by its tokens, to another actor."""
-
-    def __post_init__(self) -> None:
-        if not self.heartbeat_s > 0:
-            raise ValueError(f"heartbeat_s is {self.heartbeat_s}; it must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +151,20 @@ class LearnerShape:
     work; None if it keeps them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setup:
     """A fleet and its use.
 
-    Raises ValueError for steps that overlap on shared devices, and for shares of a device that add up to more than 1.
+    Raises ValueError for heartbeats without time between them, for steps that overlap on shared devices, and for shares
+    of a device that add up to more than 1.
     """
 
     actors: tuple[ActorShape, ...]
     services: tuple[ServiceShape, ...]
     learner: LearnerShape
     transport: Transport
-    links: Links
+    heartbeat_s: float
+    """Seconds between two heartbeats of a step."""
     schedule: ScheduleSpec
     """The order in which steps generate and learn, as in the spec of a run."""
     node_s: float
@@ -194,13 +183,15 @@ class Setup:
     with which a run that is under way starts; 0: it starts with all."""
 
     def __post_init__(self) -> None:
+        if not self.heartbeat_s > 0:
+            raise ValueError(f"heartbeat_s is {self.heartbeat_s}; it must be above 0")
         if self.schedule.steps_ahead and self._takes_turns():
             raise ValueError("this schedule overlaps generation and learning; give them devices of their own")
         if self.transport.kind == "nccl" and self._takes_turns():
             raise ValueError("transport.kind is nccl, and a broadcast does not go between functions on one GPU")
         self._check_shares()
 
-    @property
+    @cached_property
     def slot_setups(self) -> tuple[SlotSetup, ...]:
         """By slot."""
         replica_slots: tuple[ActorShape | ServiceShape | LearnerShape, ...] = (
@@ -210,13 +201,13 @@ class Setup:
         )
         return tuple(replica_slot.slot_setup for replica_slot in replica_slots)
 
-    @property
+    @cached_property
     def functions(self) -> tuple[str, ...]:
         """By slot, the names of their functions."""
         services = (service.function for service in self.services)
         return (*(FunctionName.GENERATION for _ in self.actors), *services, FunctionName.LEARNER)
 
-    @property
+    @cached_property
     def under_way(self) -> tuple[int, ...]:
         """Slots whose replicas have started before the first step."""
         if not self.warm:
@@ -224,7 +215,7 @@ class Setup:
         fewest = self.fewest_actors or len(self.actors)
         return tuple(slot for slot, role in enumerate(self.roles) if role is not FunctionRole.SAMPLES or slot < fewest)
 
-    @property
+    @cached_property
     def roles(self) -> tuple[FunctionRole, ...]:
         """By slot."""
         services = (service.role for service in self.services)

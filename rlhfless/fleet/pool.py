@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 RECOVERABLE = (ReplicaLost, CallTimeout, FleetError)
 """Faults of a machine or a process. A retry cannot fix wrong weights, bad rewards or full disks."""
 
+EXPECTED = (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
+"""States of a replica that serves or will serve."""
+
 Opens = Callable[[Replica, Call], Awaitable[None]]
 Turn = Callable[[Call], AbstractAsyncContextManager[None]]
 
@@ -87,14 +90,14 @@ class ReplicaPool(Replicas):
         """Return the state of the replica at a slot; None if there is none, or if it is leaving, so that a new one may
         be requested."""
         replica = self.at(slot)
-        if replica is not None and replica.state is not ReplicaState.DRAINING:
+        if replica is not None and (state := replica.state) is not ReplicaState.DRAINING:
             # A sleeping replica serves when its turn comes; until then its weights count as stale.
-            return ReplicaState.STALE if replica.state is ReplicaState.SLEEPING else replica.state
+            return ReplicaState.STALE if state is ReplicaState.SLEEPING else state
         return ReplicaState.STARTING if slot in self._starts or slot in self._next else None
 
     def expects(self, slot: int) -> bool:
         """Return whether a replica serves or will serve at a slot."""
-        return self.state(slot) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
+        return self.state(slot) in EXPECTED
 
     @property
     def expected(self) -> int:

@@ -52,8 +52,8 @@ class Replicas:
 
     def __post_init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
-        self._newest: dict[int, Replica] = {}
-        """The last replica on each allocation, by identity of the allocation."""
+        self._newest: list[Replica | None] = [None] * len(self.allocations)
+        """The last replica at each slot."""
         self._launches = 0
         self._there: dict[str, Replica] = {}
         """Replicas that the cluster may still have, by name."""
@@ -74,7 +74,7 @@ class Replicas:
         return self._replicas[name]
 
     def at(self, slot: int) -> Replica | None:
-        newest = self._newest.get(id(self.allocations[slot]))
+        newest = self._newest[slot]
         return newest if newest is not None and newest.state.holds_device else None
 
     def slot_of(self, replica: Replica) -> int:
@@ -160,11 +160,11 @@ class Replicas:
         # Names are never reused, so that a late answer cannot be mistaken for another replica's.
         name = self._name(self._launches)
         self._launches += 1
-        return self._new(name, self.allocations[slot])
+        return self._new(name, slot)
 
-    def _new(self, name: str, allocation: Allocation) -> Replica:
-        replica = Replica(name, self.function, allocation, self._recorder)
-        self._replicas[name] = self._there[name] = self._newest[id(allocation)] = replica
+    def _new(self, name: str, slot: int) -> Replica:
+        replica = Replica(name, self.function, self.allocations[slot], self._recorder)
+        self._replicas[name] = self._there[name] = self._newest[slot] = replica
         return replica
 
     def _name(self, number: object) -> str:
@@ -189,12 +189,12 @@ class Replicas:
             return
         info: ReplicaInfo = reply.value
         taken = {id(replica.allocation) for replica in self.replicas()}
-        for allocation in self.allocations:
+        for slot, allocation in enumerate(self.allocations):
             bound = self._devices.bound(allocation)
             if bound is None or id(allocation) in taken:
                 continue
             if settings_key(self._blueprint.settings(bound)) == info.settings_key:
-                replica = self._new(name, allocation)
+                replica = self._new(name, slot)
                 replica.mark_adopted(handle, info)
                 self._devices.add_user(allocation, name, replica.give_up)
                 log.info("adopted %s of an earlier attempt", name)

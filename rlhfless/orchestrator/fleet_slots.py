@@ -104,11 +104,10 @@ class FleetSlots(ABC):
 
     def slots(self, table: AssignedSamples) -> tuple[SlotView, ...]:
         """Return the state of each slot, and its number of samples."""
-        actors = len(self._actors.allocations)
-        return tuple(
-            SlotView(pool.state(number), *(table.counts(slot) if slot < actors else ()))
-            for slot, (pool, number) in enumerate(self._slots)
-        )
+        states = [pool.state(number) for pool, number in self._slots]
+        running, waiting = (counts.tolist() for counts in table.counts())
+        of_others = [0] * (len(states) - len(running))
+        return tuple(map(SlotView, states, running + of_others, waiting + of_others))
 
     def expects(self, slot: int) -> bool:
         """Return whether a generation actor is up or starting at a slot."""

@@ -244,8 +244,9 @@ class GenerationStage:
 
     def _abort_misplaced(self) -> None:
         """Abort samples that run on an actor other than that of their assigned slot."""
+        actors = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
         slots = [
-            slot if self._pool.at(slot) is actor else UNASSIGNED
+            slot if actors[slot] is actor else UNASSIGNED
             for slot, actor in zip(self._slots, self._requests, strict=True)
         ]
         strays: dict[str, dict[int, Ints]] = {}

@@ -69,22 +69,24 @@ class _Stage(Generic[T]):
 
     def __init__(self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[T]]]]) -> None:
         self._work = work
-        self._queue: asyncio.Queue[Group] = asyncio.Queue()
-        self._ended = asyncio.Event()
+        self._waiting: list[Group] = []
+        self._any, self._ended = asyncio.Event(), asyncio.Event()
         self.results: dict[str, Sequence[T]] = {}
 
     def put(self, group: Group, *, last: bool) -> None:
-        self._queue.put_nowait(group)
+        self._waiting.append(group)
+        self._any.set()
         if last:
             self._ended.set()
 
     async def run(self) -> None:
-        while not (self._ended.is_set() and self._queue.empty()):
-            batch = [await self._queue.get()]
+        while self._waiting or not self._ended.is_set():
+            await self._any.wait()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), WINDOW_S)
-            while not self._queue.empty():
-                batch.append(self._queue.get_nowait())
+                async with asyncio.timeout(WINDOW_S):
+                    await self._ended.wait()
+            batch, self._waiting = self._waiting, []
+            self._any.clear()
             results = await self._work(batch)
             for group, result in zip(batch, results, strict=True):
                 self.results[group.prompt.prompt_id] = result

@@ -179,11 +179,9 @@ class InFlightSamples:
             self._long_prefixes,
         )
 
-    def counts(self, slot: int) -> tuple[int, int]:
-        """Return the number of unfinished samples of a slot with at least one token, and without any."""
-        unfinished = (self.slot_of == slot) & ~self._finished
-        drawing = int(np.count_nonzero(unfinished & (self._tokens > 0)))
-        return drawing, int(np.count_nonzero(unfinished)) - drawing
+    def counts(self) -> tuple[Ints, Ints]:
+        """Return the numbers of unfinished samples with at least one token, and without any, by slot `[slots]`."""
+        return self.assignment.counts(self._tokens > 0)
 
     # -- requests to the actors
 

@@ -22,7 +22,6 @@ from rlhfless.records import Decision, ReplicaState, StepRecord, Work
 from rlhfless.scaling.latency.fitted import EngineSpeeds
 from rlhfless.scaling.policies.contract import CheapestUnderDeadline, RunContract, contract_for_step
 from rlhfless.scaling.policy import (
-    UNASSIGNED,
     Action,
     Assign,
     Event,
@@ -89,7 +88,7 @@ class PolicyRunner:
         if (prefixes := table.prefixes_decision(unix_s())) is not None:
             self._note(prefixes)
         self.ask(StepBegan(), table.step)
-        step.figures["actors_wanted"] = float(len(set(table.slot_of[table.left].tolist())))
+        step.figures["actors_wanted"] = float(len(table.assignment.occupied))
 
     def end(self, event: StepEnded, number: int) -> None:
         """End a step: send the policy the event, and never ask about the step again."""
@@ -157,7 +156,7 @@ class PolicyRunner:
     def _split_rest(self, step: _Step) -> None:
         """Split samples without a slot, or whose slot expects no actor, evenly over the actors."""
         table = step.table
-        for slot in sorted(set(table.slot_of[table.left].tolist()) - {UNASSIGNED}):
+        for slot in table.assignment.occupied:
             if not self._fleet.expects(slot):
                 table.lose(slot)
         if not table.unassigned.size:

@@ -61,8 +61,8 @@ class AssignedSamples(Protocol):
     def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
         """Return the policy's current view of the step."""
 
-    def counts(self, slot: int) -> tuple[int, int]:
-        """Return the number of unfinished samples of a slot with at least one token, and without any."""
+    def counts(self) -> tuple[Ints, Ints]:
+        """Return the numbers of unfinished samples with at least one token, and without any, by slot `[slots]`."""
 
     def prefixes_decision(self, at_s: float) -> Decision | None:
         """Return the prompts' shared prefixes as a row of the trace; None without any."""

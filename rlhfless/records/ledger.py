@@ -62,10 +62,11 @@ class ReplicaState(StrEnum):
     SUSPECT = "suspect"
     DEAD = "dead"
 
-    @property
-    def holds_device(self) -> bool:
-        """Whether the device is billed: in all states except RETIRED and DEAD."""
-        return self not in (ReplicaState.RETIRED, ReplicaState.DEAD)
+    holds_device: bool
+    """Whether the device is billed: in all states except RETIRED and DEAD."""
+
+    def __init__(self, value: str) -> None:
+        self.holds_device = value not in ("retired", "dead")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,19 @@ class Assignment:
         """Return the samples that belong to a slot, ascending."""
         return np.flatnonzero(self.home == slot)
 
+    def counts(self, begun: Flags) -> tuple[Ints, Ints]:
+        """Return the numbers of samples that have begun, and of the others, by slot `[slots]`.
+
+        `begun`: `[samples]`."""
+        cells = np.bincount(2 * (self.home - UNASSIGNED) + begun, minlength=2 * (self.slots + 1)).reshape(-1, 2)
+        return cells[1:, 1], cells[1:, 0]
+
+    @property
+    def occupied(self) -> list[int]:
+        """The slots that have samples, ascending."""
+        occupied: list[int] = np.flatnonzero(np.bincount(self.home - UNASSIGNED)[1:]).tolist()
+        return occupied
+
     # -- checks: the samples of each action, once it is certain that it can be executed
 
     def checked_assign(self, assign: Assign) -> Ints:

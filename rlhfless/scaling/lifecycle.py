@@ -84,17 +84,13 @@ class Lifecycle:
         if state not in ENTRY_STATES:
             raise ValueError(f"a life cannot start as {state}; start as {' or '.join(sorted(ENTRY_STATES))}")
         self._identity = identity
-        self._state = state
+        self.state = state
         self._since_s = at_s
         self._asked: WeightVersion | None = None
 
     @property
     def identity(self) -> ReplicaIdentity:
         return self._identity
-
-    @property
-    def state(self) -> ReplicaState:
-        return self._state
 
     @property
     def since_s(self) -> float:
@@ -108,15 +104,15 @@ class Lifecycle:
 
     def started(self, at_s: float) -> tuple[Holding, ...]:
         """Record that the replica is ready (or awake), with unknown weights."""
-        if self._state is not _S.STARTING:  # recovery also leads to STALE, but by a probe: see `recovered`
+        if self.state is not _S.STARTING:  # recovery also leads to STALE, but by a probe: see `recovered`
             raise self._illegal(_S.STALE)
         return self._to(_S.STALE, at_s)
 
     def ask(self, version: WeightVersion, at_s: float) -> tuple[Holding, ...]:
         """Request `version`. A replica that serves another version becomes STALE immediately."""
-        if not TRANSITIONS[self._state]:
+        if not TRANSITIONS[self.state]:
             raise self._illegal(_S.STALE)
-        closed = self._to(_S.STALE, at_s) if self._state is _S.SERVING and version != self._asked else ()
+        closed = self._to(_S.STALE, at_s) if self.state is _S.SERVING and version != self._asked else ()
         self._asked = version
         return closed
 
@@ -125,7 +121,7 @@ class Lifecycle:
 
         A load of another version than the last requested one changes nothing.
         """
-        if self._state is _S.STALE and version != self._asked:
+        if self.state is _S.STALE and version != self._asked:
             return ()
         return self._to(_S.SERVING, at_s)
 
@@ -151,24 +147,24 @@ class Lifecycle:
 
     def recovered(self, at_s: float) -> tuple[Holding, ...]:
         """Record a successful probe of the suspect. Its contents are unknown, so it loads its weights again."""
-        if self._state is not _S.SUSPECT:
+        if self.state is not _S.SUSPECT:
             raise self._illegal(_S.STALE)
         return self._to(_S.STALE, at_s)
 
     def died(self, at_s: float) -> tuple[Holding, ...]:
         """Record that the replica is given up, or its process is known to be gone, which ends this incarnation."""
-        closed = () if self._state is _S.SUSPECT else self._to(_S.SUSPECT, at_s)
+        closed = () if self.state is _S.SUSPECT else self._to(_S.SUSPECT, at_s)
         return closed + self._to(_S.DEAD, at_s)
 
     def cut(self, at_s: float) -> tuple[Holding, ...]:
         """Close the open span and continue in the same state, so that a flush of the ledger is complete."""
-        return self._close(at_s) if self._state.holds_device else ()
+        return self._close(at_s) if self.state.holds_device else ()
 
     def _to(self, state: ReplicaState, at_s: float) -> tuple[Holding, ...]:
-        if state not in TRANSITIONS[self._state]:
+        if state not in TRANSITIONS[self.state]:
             raise self._illegal(state)
         closed = self._close(at_s)
-        self._state = state
+        self.state = state
         return closed
 
     def _close(self, at_s: float) -> tuple[Holding, ...]:
@@ -178,10 +174,10 @@ class Lifecycle:
         life = self._identity
         replica = life.function, life.replica, life.incarnation
         return tuple(
-            Holding(*replica, device.name, device.kind, share, self._state, start_s, self._since_s)
-            for device, share in life.allocation.billed(self._state)
+            Holding(*replica, device.name, device.kind, share, self.state, start_s, self._since_s)
+            for device, share in life.allocation.billed(self.state)
         )
 
     def _illegal(self, state: ReplicaState) -> IllegalTransition:
         replica = f"{self._identity.replica} (incarnation {self._identity.incarnation})"
-        return IllegalTransition(replica, self._state, state)
+        return IllegalTransition(replica, self.state, state)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,8 +102,7 @@ class FleetView:
 # -- its state
 
 
-@dataclass(frozen=True, slots=True)
-class SlotView:
+class SlotView(NamedTuple):
     """A slot at the time of the view."""
 
     state: ReplicaState | None

@@ -21,12 +21,13 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
         if tasks:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        for task in tasks:
-            task.cancel()
-        await to_the_end(_settled(tasks))
-    failures = [task.exception() for task in tasks if task in ended and not task.cancelled()]
-    for failure in failures:
-        if failure is not None:
+        if left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await to_the_end(_settled(left))
+        failures = {task: task.exception() for task in tasks if not task.cancelled()}
+    for task, failure in failures.items():
+        if failure is not None and task in ended:
             raise failure
     return [task.result() for task in tasks]
 

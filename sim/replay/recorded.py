@@ -19,7 +19,6 @@ from rlhfless.prefixes.tree import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.records import FunctionName, WeightVersion, Work
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
 from rlhfless.sim.counted_prompts import AGAIN, CountedPrompt, batch_of
@@ -29,7 +28,7 @@ from rlhfless.sim.replay.fleet import RecordedFleet, epochs_of, learner_of, slot
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, Links, PrefixUse, ServiceShape, Setup, Transport
+from rlhfless.sim.setup import ActorShape, PrefixUse, ServiceShape, Setup, Transport
 from rlhfless.spec import AsyncSpec, LearnerSpec, PartialSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.generation import USUAL_BATCH_TOKENS
 
@@ -81,10 +80,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         tuple(services),
         learner_of(trace, latency, allocation(FunctionName.LEARNER)),
         Transport("auto", 1.0, latency.load_weights_s, 0),
-        Links(
-            float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)),
-            MOVE_S.value,
-        ),
+        float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)),
         recorded_schedule(trace) if other.max_staleness is None else steps_ahead(other.max_staleness),
         0.0,
         int(trace.meta.spec["generation"].get("max_tokens", 0)) or max(row.response_tokens for row in trace.rollouts),

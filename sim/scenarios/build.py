@@ -11,7 +11,6 @@ import math
 from rlhfless.prefixes.packing import ON_CPUS, Packing
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
-from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.latency.roofline import start_s
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import (
@@ -28,7 +27,7 @@ from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import DevicesByNode, MachinesSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import CriticTimingSpec, ReferenceTimingSpec, ScenarioPlacementSpec
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.setup import ActorShape, LearnerShape, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.learner import evaluated_share
 
@@ -207,7 +206,7 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
             layout.services(),
             layout.learner(),
             layout.transport(fixed=reserved),
-            Links(scenario.heartbeat_s, MOVE_S.value),
+            scenario.heartbeat_s,
             scenario.schedule,
             scenario.cluster.provisioning_s,
             scenario.max_tokens,

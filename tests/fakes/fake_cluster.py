@@ -165,8 +165,8 @@ def pool_of(
         declared()[function], object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors")
     )
     pool = ReplicaPool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
-    for name, allocation in zip(names, all_allocations, strict=False):
-        replica = pool._new(name, allocation)
+    for slot, name in enumerate(names[: len(all_allocations)]):
+        replica = pool._new(name, slot)
         replica.mark_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]
         replica.ask(OWN)
         replica.mark_loaded(OWN)
@@ -378,7 +378,8 @@ class FakeFleet:
         return FleetView(replica_slots, 0.05, 0.05, float("inf"), 0.5, 100)
 
     def slots(self, table: InFlightSamples) -> tuple[SlotView, ...]:
-        return tuple(SlotView(self._state(slot), *table.counts(slot)) for slot in range(len(self.pool.allocations)))
+        states = map(self._state, range(len(self.pool.allocations)))
+        return tuple(map(SlotView, states, *(counts.tolist() for counts in table.counts())))
 
     def expects(self, slot: int) -> bool:
         return self._state(slot) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)

@@ -33,7 +33,6 @@ from rlhfless.records import (
 )
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter
 from rlhfless.scaling.accounting import Interval, clip, length, summarise, union
-from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import Policy
@@ -44,7 +43,7 @@ from rlhfless.sim.replay.what_if import run_policy
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.draw import behind_prefixes
 from rlhfless.sim.scenarios.work import PrefixLevel
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.setup import ActorShape, LearnerShape, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 from rlhfless.spec import CheapestSpec, FastestSpec, SyncSpec, WeightedSpec
 
@@ -146,7 +145,7 @@ def _setup(actors: int) -> Setup:
         (scoring,),
         learner,
         Transport("auto", 1.0, LOAD_S, 0),
-        Links(0.5, MOVE_S.value),
+        0.5,
         SyncSpec(),
         0.0,
         112,

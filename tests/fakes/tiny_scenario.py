@@ -21,7 +21,7 @@ from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.run import LearnedStep, simulate
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios import Scenario
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.setup import ActorShape, LearnerShape, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec import SyncSpec
 
 MODEL = LinearModel()
@@ -34,7 +34,7 @@ PRICES = PriceBook(
         DevicePrice(kind="h100", usd_per_hour=3.6, source="test", as_of=TODAY, rented_by="device"),
     )
 )
-LINKS = Links(heartbeat_s=0.5, move_s=0.01)
+HEARTBEAT_S = 0.5
 FOLDER = Transport("auto", 1e9, 0.1, 200_000_000)  # 0.3 s
 
 
@@ -73,7 +73,7 @@ def setup_of(*actors: ActorShape, **changes: object) -> Setup:
         "services": (SCORING,),
         "learner": LEARNER,
         "transport": FOLDER,
-        "links": LINKS,
+        "heartbeat_s": HEARTBEAT_S,
         "schedule": SyncSpec(),
         "node_s": 5.0,
         "max_tokens": 200,

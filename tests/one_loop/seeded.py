@@ -38,7 +38,7 @@ from rlhfless.sim.faults import SimulatedFaults, Strike
 from rlhfless.sim.policies import make_policy
 from rlhfless.sim.run import SimulatedSession, SimulatedStages, SimulatedWorld, advance_engines, spec_of
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.setup import ActorShape, LearnerShape, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.trained import TrainedState
 from rlhfless.sim.virtual_loop import run_virtual
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
@@ -123,10 +123,10 @@ def _setup(draw: random.Random, seed: int) -> Setup:
     services = (scoring, reference) if draw.random() < 0.5 else (scoring,)
     learner = LearnerShape(at(9, 30.0), 1.0, 1e-6, 1e-4, 2.0)
     schedule = SyncSpec() if shared else draw.choice([SyncSpec(), OneStepOffSpec()])
-    links, node_s = Links(draw.choice([0.5, 5.0]), 0.01), draw.choice([0.0, 5.0, 60.0])
+    heartbeat_s, node_s = draw.choice([0.5, 5.0]), draw.choice([0.0, 5.0, 60.0])
     transport, fewest = Transport("auto", 1e9, 0.2, 200_000_000), draw.choice([0, 1])
     return Setup(
-        generation, services, learner, transport, links, schedule, node_s, MAX_TOKENS, seed, fewest_actors=fewest
+        generation, services, learner, transport, heartbeat_s, schedule, node_s, MAX_TOKENS, seed, fewest_actors=fewest
     )
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from fakes.tiny_scenario import (
     LEARNER,
-    LINKS,
     MODEL,
     PRICED,
     REFERENCE,
@@ -27,6 +26,7 @@ from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.records import Work
+from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.policy import Action, Assign, Event, Heartbeat, Move, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape
 from rlhfless.sim.samples import RolloutBatch
@@ -72,7 +72,7 @@ def test_each_actor_computes_the_prefix_once_by_hand(planned: bool) -> None:
     calls = called(trace, Work.PRECOMPUTE)
     assert [call.input_tokens - call.cached_tokens for call in calls] == [SHARED] * (2 if planned else 0)
     for call in calls:
-        assert call.duration_s == pytest.approx(LINKS.move_s + MODEL.prefill_s(SHARED))
+        assert call.duration_s == pytest.approx(MOVE_S.value + MODEL.prefill_s(SHARED))
     first = min(step.start_s)
     assert not calls or first >= calls[0].end_s
 
@@ -98,7 +98,7 @@ def test_an_actor_that_takes_a_tail_computes_the_prefix_first() -> None:
     first, second = called(trace, Work.PRECOMPUTE)
     assert (first.input_tokens, first.cached_tokens) == (SHARED, 0)
     assert (second.replica, second.input_tokens, second.cached_tokens) == ("simulated-generation-1", SHARED, 0)
-    assert second.duration_s == pytest.approx(LINKS.move_s + MODEL.prefill_s(SHARED))
+    assert second.duration_s == pytest.approx(MOVE_S.value + MODEL.prefill_s(SHARED))
 
 
 def test_reference_and_learner_compute_it_once_by_hand() -> None:

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from fakes.tiny_scenario import (
     LEARNER,
-    LINKS,
     MODEL,
     PlayedStep,
     actor,
@@ -35,7 +34,7 @@ from rlhfless.spec import AsyncSpec, PartialSpec
 
 APART = [{"name": "static_disaggregated"}]
 
-OFTEN = dataclasses.replace(LINKS, heartbeat_s=0.001)
+OFTEN_S = 0.001
 
 
 def batches_of(*lengths: list[list[int]]) -> list[RolloutBatch]:
@@ -97,7 +96,7 @@ def test_weights_that_come_during_generation_stop_it_for_the_load_and_the_kv_of_
     """Two steps are generated at once, as if they were one; the sample of the second stops at the first boundary after
     the first has been learned from."""
     learner = on(LEARNER, slot_setup(9, start_s=0.0, node=0))
-    setup = setup_of(actor(0), learner=learner, links=OFTEN)
+    setup = setup_of(actor(0), learner=learner, heartbeat_s=OFTEN_S)
     both = dataclasses.replace(setup, schedule=AsyncSpec(max_staleness=1))
     trace, (first, second) = play(both, batches_of([[20]], [[200]]), Evenly())
     _, (alone,) = play(setup, batches_of([[20], [200]]), Evenly())

@@ -12,7 +12,6 @@ import pytest
 from fakes.tiny_scenario import (
     FOLDER,
     LEARNER,
-    LINKS,
     MODEL,
     PRICES,
     REFERENCE,
@@ -131,7 +130,7 @@ def test_the_next_step_is_drawn_though_the_last_one_was_looked_at_further_ahead(
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         return (Start(2, 20.0),) if isinstance(event, StepBegan) and view.step == 1 else ()
 
-    rarely = setup_of(actor(0), links=dataclasses.replace(LINKS, heartbeat_s=100.0))
+    rarely = setup_of(actor(0), heartbeat_s=100.0)
     trace, _ = play(rarely, repeated(batch_of([(5, [3])]), 2), Scripted(answer))
     drawn_s = 0.3 + MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 2)
     second = trace.steps[1]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fakes.recorded_run import CONTRACTS, Run, check_books
 from fakes.tiny_scenario import (
     FOLDER,
+    HEARTBEAT_S,
     LEARNER,
-    LINKS,
     MODEL,
     PRICES,
     REFERENCE,
@@ -124,8 +124,8 @@ def test_stopping_more_often_changes_nothing(run: Run, heartbeat_s: float) -> No
     once, the end of one is seen at a heartbeat, and the weights that follow from it come to the others up to a
     heartbeat late."""
     traces = []
-    for beats_s in (LINKS.heartbeat_s, heartbeat_s):
-        setup = dataclasses.replace(run.setup, links=dataclasses.replace(LINKS, heartbeat_s=beats_s))
+    for beats_s in (HEARTBEAT_S, heartbeat_s):
+        setup = dataclasses.replace(run.setup, heartbeat_s=beats_s)
         between = steps_ahead(run.setup.schedule.steps_ahead)
         apart = dataclasses.replace(setup, services=(SCORING,), learner=LEARNER, schedule=between)
         traces.append(play(apart, run.batches, Evenly())[0])

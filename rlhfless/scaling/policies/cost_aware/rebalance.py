@@ -77,7 +77,7 @@ class Actors:
         self._lengths = lengths
         self._draw = lengths.typical_draw(np.lexsort((self.means, self.home)))
         self._grid = lengths.grid()
-        self._unended = lengths.unended(self._grid)
+        self._unended = None if lengths.known else lengths.unended(self._grid)
         self.until_up_s = {slot: starts.until_serving_s(now, slot) for slot in devices}
         """By slot: seconds until an actor there works, including the start of an absent one."""
         self.end_s = dict.fromkeys(devices, 0.0)  # By slot: seconds until all its samples have ended; 0 without samples
@@ -94,7 +94,7 @@ class Actors:
             return 0.0
         draw = self._draw[rows]
         longest = float(draw.max())
-        if not self._lengths.known:
+        if self._unended is not None:
             unended = self._unended[self._lengths.kind[rows]].sum(axis=0)
             longest = self._lengths.crossing(self._grid, unended, confidence)
             draw = np.minimum(draw, longest)
