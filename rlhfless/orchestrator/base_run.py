@@ -37,6 +37,8 @@ class TrainerPools:
         self.pools = tuple(pools)
         self._spec = spec
         self._work = work
+        self._restored: list[Replica] | None = None
+        """The replicas that have the run's state; None before the first restore."""
 
     @property
     def publisher(self) -> ReplicaPool:
@@ -51,8 +53,14 @@ class TrainerPools:
 
     @property
     def all_there(self) -> bool:
-        """Whether all pools have a replica."""
-        return all(pool.replicas() for pool in self.pools)
+        """Whether all pools have a replica with the run's state."""
+        return all(map(self.has_state, self.pools))
+
+    def has_state(self, pool: ReplicaPool) -> bool:
+        """Return whether a pool has a replica with the run's state. A replica that has started has none until it is
+        restored; before the first restore, the initial model is the state."""
+        replicas = pool.replicas()
+        return bool(replicas) and (self._restored is None or replicas[0] in self._restored)
 
     @property
     def must_move(self) -> bool:
@@ -60,11 +68,11 @@ class TrainerPools:
         return any(pool.must_move for pool in self.pools)
 
     def replica(self, pool: ReplicaPool) -> Replica:
-        """Return a pool's replica. Raises ReplicaLost if there is none, because a new one must be restored first."""
-        replicas = pool.replicas()
-        if not replicas:
+        """Return a pool's replica. Raises ReplicaLost if none has the run's state, because a new one must be restored
+        first."""
+        if not self.has_state(pool):
             raise ReplicaLost(f"the {pool.function} was lost; restarting from the latest checkpoint")
-        return replicas[0]
+        return pool.replicas()[0]
 
     async def update_others(self, call: Call, batch: PackedBatch) -> dict[str, float]:
         """Update the functions that learn before the policy, and return their metrics."""
@@ -111,7 +119,9 @@ class TrainerPools:
             await replica.call("wait_written", call, timeout_s=limit_s, waiting_for=what)
 
     async def restore(self, call: Call, checkpoints: Checkpoints, saved: Checkpoint | None) -> None:
-        """Load the checkpoint of `call`'s step, or the initial models if `saved` is None."""
+        """Load the checkpoint of `call`'s step, or the initial models if `saved` is None. After a fault, all functions
+        have to be restored again."""
+        self._restored = restored = list[Replica]()
         for pool in self.pools:
             if saved is None:
                 await pool.stop(*(replica for replica in pool.replicas() if replica.learned_step))
@@ -120,6 +130,11 @@ class TrainerPools:
             if saved is not None:
                 location = checkpoints.location(call.step, _part(pool))
                 await self._work(replica, Work.RESTORE, "restore", call, location)
+            restored.append(replica)
+
+    def restore_again(self) -> None:
+        """Let the next recovery restore all functions."""
+        self._restored = []
 
     async def stop_leaving(self) -> None:
         """Stop the functions whose node is leaving the cluster."""
@@ -212,11 +227,14 @@ class BaseRun:
             )
 
     async def serve(self, pool: ReplicaPool, work: Work, method: str, call: Call, argument: object) -> Any:
-        """Call a helper, starting it if it was released, and return the method's value."""
+        """Call a helper, or a trained function that works for samples, starting it if it was released, and return the
+        method's value. Raises ReplicaLost for a trained function that was lost."""
         while True:
             replica = await pool.ready(call)
             async with pool.turn(call):
                 if replica.state is ReplicaState.SERVING:  # otherwise it was released while this waited for its turn
+                    if pool in self.trainers.pools:
+                        self.trainers.replica(pool)  # a new one lacks what a lost one has learned
                     return await replica.call(
                         method,
                         call,
@@ -294,7 +312,18 @@ class BaseRun:
     async def move_trainers(self) -> None:
         """Stop trained functions on leaving nodes, and restart them elsewhere from the newest checkpoint."""
         await self.trainers.stop_leaving()
-        await self.open_weights(await self.restore())
+        await self.restore_and_open()
+
+    async def restore_and_open(self) -> int:
+        """Restore the newest checkpoint, open its weights, and return its step. After a fault, the next recovery does
+        so again."""
+        step = await self.restore()
+        try:
+            await self.open_weights(step)
+        except BaseException:
+            self.trainers.restore_again()
+            raise
+        return step
 
     # -- ledger
 

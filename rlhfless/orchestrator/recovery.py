@@ -89,7 +89,6 @@ class Recovery:
         if run.trainers.all_there:
             await run.publish_again(step)
             return step
-        restored = await run.restore()
-        await run.open_weights(restored)
+        restored = await run.restore_and_open()
         # Step 0, the evaluation before the first step, is done if a step was learned or its metrics are known.
         return restored + 1 if restored or run.before else 0

@@ -46,6 +46,9 @@ class FakeRun:
     async def move_trainers(self) -> None:
         await RLRun.move_trainers(self)  # type: ignore[arg-type]
 
+    async def restore_and_open(self) -> int:
+        return await RLRun.restore_and_open(self)  # type: ignore[arg-type]
+
     async def stop(self, *replicas: str) -> None:
         self.done.append(f"stop {replicas[0]}")
 

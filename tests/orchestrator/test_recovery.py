@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 from fakes.fake_run import ledger_in
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.calls import Call, ReplicaInfo
+from rlhfless.orchestrator.base_run import BaseRun, TrainerPools
 from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.orchestrator.recovery import Recovered, Recovery
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.step_metrics import tokens_per_s
-from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
+from rlhfless.records import FunctionName, Invocation, ReplicaState, StepRecord, WeightVersion, Work
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
+from rlhfless.sim.run import SPEC
+from rlhfless.spec import RunSpec
 from rlhfless.util.clock import VirtualClock
 
 
@@ -30,7 +34,7 @@ class FakeRun:
         self.spec = SimpleNamespace(recovery=SimpleNamespace(per_step=2))
         learner = SimpleNamespace(learned_step=7)
         self.learner = SimpleNamespace(replicas=lambda: [learner])
-        self.trainers = SimpleNamespace(all_there=not learner_lost)
+        self.trainers = SimpleNamespace(all_there=not learner_lost, restore_again=lambda: None)
         self.published = SimpleNamespace(version=WeightVersion("run", 1, 7, "d"))
         self.before = {"reward": 1.0}
 
@@ -42,6 +46,9 @@ class FakeRun:
 
     async def open_weights(self, step: int) -> None:
         assert step == 4
+
+    async def restore_and_open(self) -> int:
+        return await RLRun.restore_and_open(self)  # type: ignore[arg-type]
 
     async def publish(self, call: Call) -> Any:
         return self.published
@@ -97,6 +104,82 @@ async def test_steps_that_a_new_learner_takes_again_count() -> None:
     recovery = Recovery(FakeRun(learner_lost=True))  # type: ignore[arg-type]
     assert await recovery.after(8, ReplicaLost("the learner died")) == 5
     assert recovery.recovered.steps_again == 4  # 5, 6, 7 and 8
+
+
+class FakeLearner:
+    """A learner that is up, and its pool. Its calls raise the faults in sequence."""
+
+    kind = SimpleNamespace(publishes=True)
+    function, learned_step, state = "learner", 0, ReplicaState.SERVING
+
+    def __init__(self, *faults: Exception) -> None:
+        self._faults = list(faults)
+
+    def replicas(self) -> list[Any]:
+        return [self]
+
+    async def ready(self, call: Call) -> Any:
+        return self
+
+    def turn(self, call: Call) -> Any:
+        return contextlib.nullcontext()
+
+    async def stop(self, *replicas: Any) -> None: ...
+
+    async def call(self, method: str, call: Call, *_: Any, **__: Any) -> Any:
+        if self._faults:
+            raise self._faults.pop(0)
+        return ()
+
+
+def trainers_of(learner: Any) -> TrainerPools:
+    return TrainerPools([learner], RunSpec.model_validate(SPEC), None)  # type: ignore[arg-type]
+
+
+CHECKPOINTS: Any = SimpleNamespace(token=lambda: contextlib.nullcontext("folder/token"))
+
+
+async def test_a_learner_whose_restore_failed_is_restored_before_it_works() -> None:
+    """It is up, but has not learned what the run has."""
+    learner = FakeLearner(CallTimeout("no answer"))
+    trainers, call = trainers_of(learner), Call("run", 1, 0)
+    with pytest.raises(CallTimeout):
+        await trainers.restore(call, CHECKPOINTS, None)
+    assert not trainers.all_there
+    with pytest.raises(ReplicaLost, match="the learner was lost"):
+        trainers.replica(learner)  # type: ignore[arg-type]
+    await trainers.restore(call, CHECKPOINTS, None)
+    assert trainers.all_there
+    assert trainers.replica(learner) is learner  # type: ignore[arg-type, comparison-overlap]
+
+
+async def test_weights_that_were_not_opened_are_restored_again() -> None:
+    """The step to continue with is that of the restored state."""
+    trainers = trainers_of(FakeLearner())
+
+    async def restore() -> int:
+        await trainers.restore(Call("run", 1, 0), CHECKPOINTS, None)
+        return 0
+
+    async def open_weights(step: int) -> None:
+        raise CallTimeout(f"the weights of step {step}")
+
+    run = SimpleNamespace(trainers=trainers, restore=restore, open_weights=open_weights)
+    with pytest.raises(CallTimeout, match="the weights of step 0"):
+        await BaseRun.restore_and_open(run)  # type: ignore[arg-type]
+    assert not trainers.all_there
+
+
+async def test_a_trained_function_that_is_new_computes_nothing() -> None:
+    """Such as a critic that died between two steps, and starts again with its initial weights."""
+    learner = FakeLearner()
+    trainers, call = trainers_of(learner), Call("run", 1, 3)
+    run: Any = SimpleNamespace(trainers=trainers, spec=RunSpec.model_validate(SPEC))
+    await trainers.restore(call, CHECKPOINTS, None)
+    assert await BaseRun.serve(run, learner, Work.LOGPROBS, "compute", call, ()) == ()  # type: ignore[arg-type]
+    trainers.restore_again()
+    with pytest.raises(ReplicaLost):
+        await BaseRun.serve(run, learner, Work.LOGPROBS, "compute", call, ())  # type: ignore[arg-type]
 
 
 async def test_the_fault_that_ends_the_run_was_not_mended() -> None:

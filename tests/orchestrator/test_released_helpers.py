@@ -26,7 +26,7 @@ async def test_a_helper_released_while_its_call_waits_for_a_turn_is_started_agai
         yield
 
     pool.turn = turn
-    run: Any = SimpleNamespace(spec=SimpleNamespace(timeouts=TimeoutsSpec()))
+    run: Any = SimpleNamespace(spec=SimpleNamespace(timeouts=TimeoutsSpec()), trainers=SimpleNamespace(pools=()))
     serving = asyncio.create_task(BaseRun.serve(run, pool, Work.SCORE, "score", CALL, ()))
     await entered.wait()
     assert pool.release(0)
