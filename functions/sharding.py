@@ -91,7 +91,7 @@ def mesh_of(
 def copies_of(tensor: torch.Tensor) -> int:
     """Return the number of ranks that hold the same part of a tensor: all of them, if it is not split."""
     if not isinstance(tensor, DTensor):
-        return dist.get_world_size()
+        return dist.get_world_size() if dist.is_initialized() else 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if placement.is_replicate())
 
