@@ -11,6 +11,10 @@ from rlhfless.util.errors import UserError
 
 T = TypeVar("T")
 
+ANSWER_S = 30.0
+"""Timeout for an answer of an environment's replica that costs it nothing. It is long, because all cores may be busy.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -5,7 +5,9 @@ The session outlives the actor: an episode that is aborted leaves it open, and c
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +16,7 @@ from rlhfless.environments.contract import Description
 from rlhfless.environments.kept_sessions import GivenAnswer
 from rlhfless.environments.protocol import ModelAsked, ModelTurn, Opening, PlayResult
 from rlhfless.environments.trajectory import Answer
-from rlhfless.functions.calls import Call, Reply
+from rlhfless.functions.calls import ANSWER_S, Call, Reply
 from rlhfless.util.errors import class_and_line
 
 log = logging.getLogger(__name__)
@@ -24,10 +26,15 @@ class SessionLeft(Exception):
     """The episode leaves its session open: it continues elsewhere."""
 
 
-async def ask_replica(name: str, call: Call, method: str, *arguments: object) -> Any:
+SILENT_S = 15.0
+"""A call that lasts so long may be waiting for a replica that is gone; the replica is asked whether it is there."""
+
+
+async def send_to_replica(name: str, call: Call, method: str, *arguments: object) -> Any:
     """Call a method of an environment replica from another function, and return its value.
 
-    Raises the method's own error, or SessionLeft if the replica is lost.
+    Raises the method's own error, or SessionLeft if the replica is lost. If it was lost before, Serve waits for another
+    one, for ever.
     """
     from ray import serve  # takes seconds to import
     from ray.exceptions import RayError, RayTaskError
@@ -42,6 +49,51 @@ async def ask_replica(name: str, call: Call, method: str, *arguments: object) ->
         log.warning("environment replica %s is lost: %s", name, class_and_line(error))
         raise SessionLeft from error
     return reply.value
+
+
+class EnvironmentReplicas:
+    """Calls of this process to environment replicas. When one of them finds that a replica is lost, all end, and so do
+    further ones until the driver names the replica again."""
+
+    def __init__(self, send: Callable[..., Awaitable[Any]] = send_to_replica) -> None:
+        self._send = send
+        self._lost: dict[str, asyncio.Event] = {}
+
+    def trust(self, name: str) -> None:
+        """Call a replica again: it has answered the driver."""
+        if name in self._lost and self._lost[name].is_set():
+            del self._lost[name]
+
+    async def ask(self, left: asyncio.Event, name: str, call: Call, method: str, *arguments: object) -> Any:
+        """Return the value of a call.
+
+        Raises the method's own error, or SessionLeft if the replica is lost, or `left` is set first: the environment
+        then goes on with the call.
+        """
+        lost = self._lost.setdefault(name, asyncio.Event())
+        answer = asyncio.ensure_future(self._send(name, call, method, *arguments))
+        ends = [asyncio.create_task(event.wait()) for event in (lost, left)]
+        try:
+            while not (await asyncio.wait([answer, *ends], timeout=SILENT_S, return_when=FIRST_COMPLETED))[0]:
+                await self._require(name, call)
+            if not answer.done():
+                raise SessionLeft
+            return answer.result()
+        except SessionLeft:
+            if not left.is_set():
+                lost.set()
+            raise
+        finally:
+            for task in (answer, *ends):
+                task.cancel()
+
+    async def _require(self, name: str, call: Call) -> None:
+        """Raises SessionLeft if a replica does not answer a question that costs it nothing."""
+        try:
+            await asyncio.wait_for(self._send(name, call, "about"), ANSWER_S)
+        except TimeoutError:
+            log.warning("environment replica %s does not answer within %g s", name, ANSWER_S)
+            raise SessionLeft from None
 
 
 AskReplica = Callable[..., Awaitable[Any]]

@@ -6,9 +6,8 @@ the next actor repeats its calls, which the session answers without making them 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -31,7 +30,7 @@ from rlhfless.environments.trajectory import (
     Parsed,
     Trajectory,
 )
-from rlhfless.functions.environment.remote import RemoteEnvironment, SessionLeft, ask_replica
+from rlhfless.functions.environment.remote import EnvironmentReplicas, RemoteEnvironment, SessionLeft
 from rlhfless.functions.generation.engine import Sampled
 from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.functions.generation.rollouter import PriorTurn, Response, SampleTask, continued
@@ -78,15 +77,15 @@ class EpisodeSettings:
 class EpisodeRollouter:
     """Plays the episodes of a run; a Rollouter."""
 
-    def __init__(
-        self, settings: EpisodeSettings, chat: Format, ask: Callable[..., Awaitable[Any]] = ask_replica
-    ) -> None:
-        self._settings, self._chat, self._ask = settings, chat, ask
+    def __init__(self, settings: EpisodeSettings, chat: Format, replicas: EnvironmentReplicas | None = None) -> None:
+        self._settings, self._chat = settings, chat
+        self._replicas = EnvironmentReplicas() if replicas is None else replicas
         self._description: Description | None = None
 
     async def finish(self, task: SampleTask) -> Response:
         """See Rollouter. An aborted episode returns what it has."""
         item, request = task.item, task.request
+        self._replicas.trust(request.environment)
         episode = EpisodeTask(item.prompt_id, item.sample_index, item.row, item.seed, messages=self._messages(item))
         past, prior = past_of(item.prior)
         played: list[Event] = list(past)
@@ -121,7 +120,7 @@ class EpisodeRollouter:
         replica, item = task.request.environment, task.item
 
         async def ask(method: str, *arguments: Any) -> Any:
-            return await _unless(task.aborted, self._ask(replica, task.call, method, *arguments))
+            return await self._replicas.ask(task.aborted, replica, task.call, method, *arguments)
 
         if self._description is None:
             description: Description = await ask("about")
@@ -130,19 +129,6 @@ class EpisodeRollouter:
         # An evaluation plays the same episodes greedily, with the same seeds.
         key = f"{item.prompt_id}/{item.sample_index}/{item.seed}/{task.request.sampling.temperature:g}"
         return RemoteEnvironment(self._description, key, ask)
-
-
-async def _unless(aborted: asyncio.Event, answer: Awaitable[T]) -> T:
-    """Wait for an answer. Raises SessionLeft if the sample is aborted first; the environment goes on with the call."""
-    asked, left = asyncio.ensure_future(answer), asyncio.create_task(aborted.wait())
-    try:
-        await asyncio.wait([asked, left], return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result()
-        raise SessionLeft
-    finally:
-        left.cancel()
-        asked.cancel()
 
 
 class _TurnAborted(SessionLeft):

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.functions.calls import Call
+from rlhfless.functions.calls import ANSWER_S, Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.batches import Batches, StepBatch
 from rlhfless.orchestrator.generation import GenerationStage
@@ -59,10 +59,6 @@ class StepContext:
         """The identity that all calls of the step carry."""
         return self.request.call
 
-
-ANSWER_S = 30.0
-"""Timeout for an answer of the environment's replica that costs it nothing. It is long, because all cores may be
-busy."""
 
 HELD_OUT_SEED_STEP = -1
 """All evaluations generate with the same seeds, so that they differ only in the weights."""

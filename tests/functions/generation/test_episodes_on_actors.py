@@ -13,7 +13,7 @@ from fakes.local_environments import END, TOKENIZER, LocalEnvironments, byte_for
 from rlhfless.environments.kept_sessions import KeptSessions
 from rlhfless.environments.protocol import EnvironmentFailed
 from rlhfless.functions.calls import Call
-from rlhfless.functions.environment.remote import SessionLeft
+from rlhfless.functions.environment.remote import EnvironmentReplicas, SessionLeft
 from rlhfless.functions.generation.engine import Sampled
 from rlhfless.functions.generation.episodes import EpisodeRollouter, EpisodeSettings
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem, Sampling
@@ -98,7 +98,7 @@ class Actor:
         task = SampleTask(item, request, Call("run", attempt, 1), generate)
         spec = EnvironmentSpec(type="sums:Sums", turn_tokens=200, retries=0)
         settings = EpisodeSettings(spec, ModelSpec(path="m"), "prompt", chat_template=True, chat_template_kwargs={})
-        return await EpisodeRollouter(settings, byte_format(), ask).finish(task)
+        return await EpisodeRollouter(settings, byte_format(), EnvironmentReplicas(ask)).finish(task)
 
 
 def rollout_of(response: Response) -> Rollout:
@@ -257,7 +257,7 @@ async def test_an_environment_replica_that_is_lost_aborts_the_episode():
     request = GenerateRequest((item,), Sampling(100, 1.0), "v", "actor", 1.0, 60.0, 60.0, environment="e")
     spec = EnvironmentSpec(type="sums:Sums")
     settings = EpisodeSettings(spec, ModelSpec(path="m"), "prompt", chat_template=True, chat_template_kwargs={})
-    response = await EpisodeRollouter(settings, byte_format(), lost).finish(
+    response = await EpisodeRollouter(settings, byte_format(), EnvironmentReplicas(lost)).finish(
         SampleTask(item, request, Call("run", 1, 1), None)
     )
     assert response.sampled.finish_reason is FinishReason.ABORT
