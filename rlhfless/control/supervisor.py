@@ -12,7 +12,8 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy import select
@@ -126,8 +127,12 @@ class Supervisor(PeriodicTask):
 
         def grant(session: Session) -> None:
             rows = store.leases(session)
-            teams = _teams(session, self._settings)
-            decisions = decide([request_of(lease, run) for lease, run in rows], devices, now, nodes, teams)
+            quotas = self._settings.quotas
+            teams = {name: Team(quota.weight, quota.max_devices) for name, quota in quotas.items()}
+            names = _names_of_keys(session, teams)
+            requests = (request_of(lease, run) for lease, run in rows)
+            named = [replace(request, owner=names.get(request.owner, request.owner)) for request in requests]
+            decisions = decide(named, devices, now, nodes, teams)
             for lease, run in rows:
                 if lease.run_id in decisions.granted:
                     _grant(session, lease, run, decisions)
@@ -244,12 +249,12 @@ def request_of(lease: LeaseRow, run: RunRow) -> DevicesRequest:
     )
 
 
-def _teams(session: Session, settings: ServiceSettings) -> dict[str, Team]:
-    """Return the quotas by owner of a run: the id of its API key."""
-    if not settings.quotas:
+def _names_of_keys(session: Session, names: Collection[str]) -> dict[str, str]:
+    """Return the names of the API keys with these names, by id: also of revoked ones, whose runs go on."""
+    if not names:
         return {}
-    keys = session.scalars(select(KeyRow).where(KeyRow.name.in_(list(settings.quotas))))
-    return {key.id: Team(settings.quotas[key.name].weight, settings.quotas[key.name].max_devices) for key in keys}
+    query = select(KeyRow.id, KeyRow.name).where(KeyRow.name.in_(list(names)))
+    return dict(session.execute(query).tuples().all())
 
 
 def _needed(run: RunRow, sizes: Sequence[int], curve: SpeedCurve) -> int:

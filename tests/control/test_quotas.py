@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from fakes.fake_service import RUN, NoDrivers, Pushes, served, there_is_ray, until
 from rlhfless.cli import service as up
 from rlhfless.cli.main import app
+from rlhfless.control import keys as keys_module
 from rlhfless.control.settings import Quota, ServiceSettings
 
 SECRETS = {"team-a": "a" * 43, "team-b": "b" * 43}
@@ -48,6 +49,12 @@ def test_a_quota_that_is_none_is_refused(given: str, error: str, tmp_path: Path)
     assert not (tmp_path / "data").exists()
 
 
+def put_key(folder: Path, name: str, secret: str) -> None:
+    (folder / "secret").write_text(secret)
+    words = ["keys", "put", name, "--scope", "admin", "--from", str(folder / "secret"), "--data", str(folder)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> Iterator[tuple[dict[str, httpx.Client], NoDrivers]]:
     """Clients by the name of their API key, of a service with 8 cores where `team-a` may have 4, and counts three
@@ -56,9 +63,7 @@ def keys(tmp_path: Path) -> Iterator[tuple[dict[str, httpx.Client], NoDrivers]]:
     settings = ServiceSettings.model_validate({"data": str(tmp_path), "port": 0, "quotas": quotas})
     there_is_ray(tmp_path, cores=8)
     for name, secret in SECRETS.items():
-        (tmp_path / "secret").write_text(secret)
-        words = ["keys", "put", name, "--scope", "admin", "--from", str(tmp_path / "secret"), "--data", str(tmp_path)]
-        assert CliRunner().invoke(app, words).exit_code == 0
+        put_key(tmp_path, name, secret)
     drivers = NoDrivers()
     with served(settings, drivers) as (client, _):
         clients = {
@@ -71,8 +76,10 @@ def keys(tmp_path: Path) -> Iterator[tuple[dict[str, httpx.Client], NoDrivers]]:
 
 
 def test_the_runs_of_a_key_have_no_more_than_its_quota(
-    keys: tuple[dict[str, httpx.Client], NoDrivers],
+    keys: tuple[dict[str, httpx.Client], NoDrivers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also when the key is replaced by another one of its name."""
+    monkeypatch.setattr(keys_module, "KEPT_S", 0.0)
     clients, drivers = keys
 
     def begun(name: str) -> Pushes:
@@ -87,6 +94,8 @@ def test_the_runs_of_a_key_have_no_more_than_its_quota(
 
     mine = begun("team-a")
     assert until(lambda: mine(lease=lease(0, [2, 4, 8])).json()["granted"]) == 4, "not the 8 that are free"
+    put_key(tmp_path, "team-a", "c" * 43)
+    clients["team-a"].headers["Authorization"] = f"Bearer {'c' * 43}"
     second = begun("team-a")
     sizes = lease(0, [4])
     waits = "waiting for 4 x cpu-core: its API key may have 4 (--quota), and has 4"
