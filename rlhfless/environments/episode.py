@@ -220,7 +220,8 @@ class _Episode:
                     raise _Ended(EpisodeStatus.TURNS)
                 if last:
                     await self._note(last[0][0], asked.messages, monotonic_s() - since_s)
-                    await self._give(Origin.USER, *last[0], asked.messages)
+                    is_results = all(message.role == "tool" for message in asked.messages)
+                    await self._give(Origin.TOOL if is_results else Origin.USER, *last[0], asked.messages)
                 else:
                     self._tools = asked.tools
                     self._chat.check(self._tools)
@@ -329,7 +330,7 @@ class _Episode:
 
     async def _give(self, origin: Origin, turn: ReadTurn, segment: ModelSegment, added: Sequence[Message]) -> None:
         given = self._chat.following(turn, segment.token_ids, added, self._limits.result_tokens)
-        if any(given.cut_tokens) and (origin is Origin.USER or not turn.fault):
+        if any(given.cut_tokens) and (self._description.plays or not turn.fault):
             first = len(self.calls) - len(given.cut_tokens)
             for index, cut in enumerate(given.cut_tokens):
                 self.calls[first + index] = replace(self.calls[first + index], cut_tokens=cut)

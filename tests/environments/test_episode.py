@@ -398,6 +398,7 @@ async def test_a_loop_of_ones_own_gives_tools_and_its_results_are_calls_of_the_r
     assert (episode.status, episode.reward, dict(episode.parts)) == (EpisodeStatus.DONE, 1.0, {"looks": 2.0})
     assert '"name": "look"' in text_of(episode.segments[0].token_ids)
     assert "<|im_start|>tool\na<|im_end|>\n<|im_start|>tool\nb<|im_end|>\n" in text_of(episode.token_ids)
+    assert [str(part.origin) for part in episode.segments if isinstance(part, ContextSegment)] == ["prompt", "tool"]
     calls = [(each.number, each.turn, each.tool, each.arguments, each.answer.text) for each in episode.calls]
     assert calls == [(1, 0, "look", {"key": "a"}, "a"), (2, 0, "look", {"key": "b"}, "b")]
     assert sample_of(episode).scored.parts == {"environment": 1.0, "environment/looks": 2.0}
@@ -469,6 +470,19 @@ async def test_a_loop_without_a_turn_is_a_failure():
         EpisodeStatus.FAILED,
         "`play` ended without a turn of the model, so there is nothing to learn",
     )
+
+
+async def test_a_long_message_of_a_loop_is_cut_in_its_middle_and_the_cut_is_recorded():
+    async def play(task, model):
+        await model.turn("x" * 300)
+        await model.turn("y" * 300)
+        return 1.0
+
+    episode, _, _ = await played(play, "1<|im_end|>", "2<|im_end|>", result_tokens=100)
+    text = text_of(episode.token_ids)
+    assert "x" * 300 in text  # the opening is the task itself
+    assert "tokens cut ...]" in text
+    assert [call.cut_tokens for call in episode.calls] == [300 - text.count("y")]
 
 
 @pytest.mark.parametrize("changes", [False, True])
