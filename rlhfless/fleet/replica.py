@@ -208,6 +208,7 @@ class Replica:
         ReplicaLost, also if the replica does not answer in time: it may then have the memory, or not."""
         if self.state is ReplicaState.SLEEPING:
             await to_the_end(self._wake(call, timeout_s))
+        self.check_kept()  # it may have been given up as it answered
 
     async def _wake(self, call: Call, timeout_s: float) -> None:
         self.mark_waking()

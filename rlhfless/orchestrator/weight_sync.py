@@ -214,6 +214,7 @@ class ActorWeights:
 
         A sync loads it instead, so that each actor generates as soon as it has loaded, while others still load.
         """
+        actor.check_kept()
         actor.mark_waking()
         actor.mark_awake()
         if self.served is not None and not self._syncing.locked():

@@ -191,6 +191,25 @@ async def test_a_replica_that_does_not_say_whether_it_is_awake_is_deleted_before
         assert cluster.stopped == ["reference-0"]
 
 
+@pytest.mark.parametrize("function", [FunctionName.REFERENCE, FunctionName.GENERATION])
+async def test_a_replica_that_is_given_up_while_it_wakes_is_only_lost(function: FunctionName) -> None:
+    """Its answer and the loss come at once, or the loss comes before its wake-up starts."""
+    for answered in (True, False):
+        cluster = FakeCluster()
+        pool = pool_of(cluster, "a", slots=1, function=function)
+        if function is FunctionName.GENERATION:
+            ActorWeights(pool, RunSpec.model_validate(SMALL)).served = WEIGHTS
+        await pool.fall_asleep(CALL)
+        answer = cluster.held["a", "wake"] = asyncio.get_running_loop().create_future()
+        waking = asyncio.create_task(pool.wake_up(CALL))
+        for _ in range(5 if answered else 1):
+            await asyncio.sleep(0)
+        answer.set_result(None)
+        pool["a"].give_up("no sign of life")
+        await asyncio.wait_for(waking, 5)
+        assert not pool.replicas()
+
+
 async def test_actors_wake_with_the_version_of_the_step() -> None:
     cluster = FakeCluster()
     actors, learner = (holder(cluster, name, 0) for name in (FunctionName.GENERATION, FunctionName.LEARNER))
