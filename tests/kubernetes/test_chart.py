@@ -14,7 +14,7 @@ from charts import CHART, Render, helm
 
 import rlhfless
 
-FILES = ("values-gpu-cluster.yaml", "values-kueue.yaml", "values-single-gpu-node.yaml", "values-cpu-trial.yaml")
+FILES = ("values-gpu-cluster.yaml", "values-single-gpu-node.yaml", "values-cpu-trial.yaml", "values-kueue.yaml")
 POSTGRES = {"database": {"existingSecret": "postgres"}}
 OPEN = {
     "ingress": {"enabled": True, "host": "rlhf.example", "tlsSecret": "tls", "className": "nginx"},
