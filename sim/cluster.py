@@ -331,6 +331,12 @@ class SimulatedHandle:
         )
         yield StreamEnd(Reply(self._incarnation, None, start_s, end_s, usage))
 
+    async def do_answered(self, call: Call, sample: int) -> Reply[Any]:
+        """Answer when the environment has answered a sample."""
+        ready_s = float(self._cluster.engines.progress(call.step).table.sample["ready_s"][sample])
+        await asyncio.sleep(max(ready_s - unix_s(), 0.0))
+        return self._now(None)
+
     async def do_precompute(self, call: Call, request: PrecomputeRequest) -> Reply[Any]:
         """Put prefixes into the engine's cache."""
         engine = self._cluster.engines.engine(call.step, self.slot, self.life)
@@ -357,6 +363,7 @@ class SimulatedHandle:
         """Take samples out of the engine at its next boundary."""
         await self._late()
         engine = self._cluster.engines.engine(call.step, self.slot, self.life)
+        self._cluster.engines.let_go(call.step, np.asarray(numbers, np.int64))
         samples = np.intersect1d(np.asarray(numbers, np.int64), engine.resident)
         at_s = engine.abort(samples, unix_s())
         await asyncio.sleep(at_s - unix_s() + MOVE_S.value)

@@ -63,6 +63,8 @@ class CountedFinished:
     groups: Ints = field(default_factory=lambda: NO_SAMPLES)
     """Groups that have become complete since the last message."""
     aborted: Ints = field(default_factory=lambda: NO_SAMPLES)
+    parked: Ints = field(default_factory=lambda: NO_SAMPLES)
+    """Samples of all requests that wait for their environment, and have left their engines."""
 
 
 class CountedSamples:
@@ -79,7 +81,7 @@ class CountedSamples:
         self._prompts: Sequence[CountedPrompt] = prompts
         self._journal = journal
         self._left = left = samples_left(self.step, self._prompts, journal)
-        batch, progress = left.batch, engines.begin(left.batch, self._report)
+        batch, progress = left.batch, engines.begin(left.batch, self._report, self._park)
         progress.set_tokens(np.arange(batch.samples), left.tokens)
         progress.safe_tokens[:] = left.tokens
         progress.await_groups(max(request.groups - len(left.complete), 1))
@@ -94,7 +96,11 @@ class CountedSamples:
         self.progress = progress
         self.replayed = NothingReplayed()
         self.slot_of = table.home
-        self.assignment = Assignment(table.home, table.finished, slots)
+        self.assignment = Assignment(table.home, table.finished, np.zeros(batch.samples, np.bool_), slots)
+        self._parked: list[int] = []
+        """Samples that were parked, and not yet asked for."""
+        self._came_from = np.full(batch.samples, UNASSIGNED, np.int64)
+        """`[samples]`: the slot that each had before it was parked."""
         self._slots = slots
         self._request_of = np.full(batch.samples, NONE, np.int64)
         self._back = np.zeros(batch.samples, np.bool_)
@@ -148,6 +154,8 @@ class CountedSamples:
             read_only(table.truncated),
             read_only(table.home),
             self._prefixes,
+            read_only(self.assignment.parked),
+            None if batch.turns is None else read_only(table.sample["waited_s"]),
         )
 
     def counts(self) -> tuple[Ints, Ints]:
@@ -220,12 +228,28 @@ class CountedSamples:
         names: list[int] = samples.tolist()
         return names
 
+    def session(self, sample: int) -> int:
+        return sample
+
+    def take_parked(self) -> list[int]:
+        parked, self._parked = self._parked, []
+        return parked
+
+    def answered(self, samples: Ints) -> tuple[Ints, Ints]:
+        back = self.assignment.unpark(samples)
+        return back, self._came_from[back]
+
     # -- messages of actors
 
     def take(self, request: int, message: CountedFinished | Progress) -> list[CountedGroup]:
         if isinstance(message, Progress):
             return []  # the engines write to the view
         self._leave(message.aborted[self._request_of[message.aborted] == request])
+        if (parked := message.parked[self._request_of[message.parked] != NONE]).size:
+            self._came_from[parked] = self.slot_of[parked]
+            self.assignment.park(parked)
+            self._parked += parked.tolist()
+            self._leave(parked)
         self._complete += message.groups.size
         numbers, complete_s = self._left.groups[message.groups], self.progress.table.complete_s[message.groups]
         groups = [self._group(number, at_s) for number, at_s in zip(numbers.tolist(), complete_s.tolist(), strict=True)]
@@ -265,6 +289,13 @@ class CountedSamples:
         self._end_requests()
         self.receive(request, CountedFinished(aborted=samples))
 
+    def _park(self, samples: Ints) -> None:
+        """Send a message: these samples have left their engines, to wait for their environment."""
+        samples = samples[self._request_of[samples] != NONE]
+        self._back[samples] = True
+        self._end_requests()
+        self.receive(NONE, CountedFinished(parked=samples))
+
     def _end_requests(self) -> None:
         """End the requests without a sample on their engines. Engines may be ahead of the clock."""
         now_s, finish_s = unix_s(), self.progress.table.finish_s
@@ -289,6 +320,7 @@ class CountedSamples:
         self._request_of[:] = NONE
         table.finished[left] = table.truncated[left] = True
         table.home[left] = UNASSIGNED
+        self.assignment.parked[left] = False
         return begun
 
     def learned(self, prompt_ids: Sequence[str]) -> None:

@@ -40,6 +40,8 @@ class EngineShape:
     block_tokens: int
     chunk_tokens: int | None
     """Token budget of an iteration, decoding included. None: prompts are prefilled whole, while no sequence decodes."""
+    park_s: float = math.inf
+    """A sample that waits longer for its environment leaves its engine (`environment.park_s`)."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "kv_blocks", "block_tokens"):
@@ -57,7 +59,7 @@ class EngineShape:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.max_sequences, self.block_tokens, self.chunk_tokens or 0)
+        return Limits(self.max_sequences, self.block_tokens, self.chunk_tokens or 0, self.park_s)
 
 
 class PricedModel:
@@ -205,9 +207,15 @@ class EnginePool:
         ended, self._ended = self._ended, 0
         return ended
 
+    def take_parked(self) -> int:
+        """Return how many samples have begun to leave, to wait for their environment, since the last call."""
+        parked = int(self.memory.totals[kernel.PARKED])
+        self.memory.totals[kernel.PARKED] = 0
+        return parked
+
     @property
     def stopped(self) -> bool:
-        """Whether the last `run` ended because a step has all groups that it awaits."""
+        """Whether the last `run` ended because a step has all groups that it awaits, or a sample leaves to wait."""
         return bool(self.memory.totals[kernel.STOPPED])
 
     def prefill_s(self, tokens: int, context_tokens: int) -> float:
@@ -309,6 +317,7 @@ class SimulatedEngine:
             record, came_s = table.sample[samples], table.arrival_s[samples]
             opened_s = np.where(np.isnan(record["ready_s"]), came_s + turns.reset_s[samples], record["ready_s"])
             table.sample["ready_s"][samples] = opened_s
+            table.sample["leaves_s"][samples] = np.nan
             waits = record["turn"] == record["answered"]
             table.arrival_s[samples] = np.maximum(came_s, np.where(waits, opened_s, -math.inf))
             rows = np.concatenate([queue[cells[:queued]], rows])

@@ -28,8 +28,10 @@ ROUNDING_S = 1e-9
 class GeneratedStep:
     """A step that is being generated, and its messages to the driver."""
 
-    def __init__(self, progress: StepProgress, report: Callable[[Ints], None]) -> None:
+    def __init__(self, progress: StepProgress, report: Callable[[Ints], None], park: Callable[[Ints], None]) -> None:
         self.progress = progress
+        self._park = park
+        self._leaves: asyncio.TimerHandle | None = None
         self.engines: dict[tuple[int, int], SimulatedEngine] = {}
         """By slot and life of its actor: the engines that have had samples of the step."""
         self._report = report
@@ -52,7 +54,8 @@ class GeneratedStep:
             due_s = min(due_s, float(complete_s.max()))
         due_s = max(due_s, unix_s())
         if self._due is None or due_s < self._due.when():
-            self.end()
+            if self._due is not None:
+                self._due.cancel()
             self._due = asyncio.get_running_loop().call_at(due_s, self._tell)
         return self._due.when()
 
@@ -66,10 +69,36 @@ class GeneratedStep:
         self._report(new)
         self._at_once &= math.isfinite(self.report())  # engines may be ahead of the clock
 
+    def part(self) -> float:
+        """Schedule the message that samples leave to wait for their environment, if any do; return its time."""
+        leaves_s = self.progress.table.sample["leaves_s"]
+        if np.isnan(leaves_s).all():
+            return math.inf
+        due_s = max(float(np.nanmin(leaves_s)), unix_s())
+        if self._leaves is None or due_s < self._leaves.when():
+            if self._leaves is not None:
+                self._leaves.cancel()
+            self._leaves = asyncio.get_running_loop().call_at(due_s, self._parted)
+        return self._leaves.when()
+
+    def _parted(self) -> None:
+        self._leaves = None
+        leaves_s = self.progress.table.sample["leaves_s"]
+        self.let_go(np.flatnonzero(leaves_s <= unix_s() + ROUNDING_S))
+        self.part()
+
+    def let_go(self, samples: Ints) -> None:
+        """Report samples that leave to wait for their environment."""
+        if samples.size:
+            self.progress.table.sample["leaves_s"][samples] = np.nan
+            self._park(samples)
+
     def end(self) -> None:
         """Send no more messages."""
-        if self._due is not None:
-            self._due.cancel()
+        for timer in (self._due, self._leaves):
+            if timer is not None:
+                timer.cancel()
+        self._due = self._leaves = None
 
 
 class StepEngines:
@@ -91,13 +120,13 @@ class StepEngines:
         """The number of tokens that have been generated."""
         return sum(int(pool.memory.engine["decoded"].sum()) for pool in self._pools)
 
-    def begin(self, batch: RolloutBatch, report: Callable[[Ints], None]) -> StepProgress:
+    def begin(self, batch: RolloutBatch, report: Callable[[Ints], None], park: Callable[[Ints], None]) -> StepProgress:
         """Start a step, or start it again. `report` is called with the groups that have become complete since its last
-        call."""
+        call, and `park` with samples that leave their engines to wait for their environment."""
         if batch.step in self._steps:
             self.end(batch.step)
         progress = StepProgress(batch, self._free.pop(0))
-        self._steps[batch.step] = GeneratedStep(progress, report)
+        self._steps[batch.step] = GeneratedStep(progress, report, park)
         return progress
 
     def end(self, step: int) -> None:
@@ -157,10 +186,18 @@ class StepEngines:
 
     def run_until(self, at_s: float) -> float:
         """Run to `at_s`, or to the end of a step; return the time at which the loop may be next."""
-        self._run(at_s)
-        if self._steps and sum(pool.take_ended() for pool in self._pools):
-            at_s = min(at_s, *(step.report() for step in self._steps.values()))
-        return at_s
+        while True:
+            self._run(at_s)
+            if self._steps and sum(pool.take_ended() for pool in self._pools):
+                at_s = min(at_s, *(step.report() for step in self._steps.values()))
+            if not sum(pool.take_parked() for pool in self._pools):
+                return at_s
+            at_s = min([at_s, *(step.part() for step in self._steps.values())])
+
+    def let_go(self, step: int, samples: Ints) -> None:
+        """Let samples that leave their engines to wait for their environment do so at once."""
+        leaving = ~np.isnan(self.progress(step).table.sample["leaves_s"][samples])
+        self._steps[step].let_go(samples[leaving])
 
     def _run(self, until_s: float) -> None:
         """Run all engines in the order of time."""

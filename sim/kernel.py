@@ -14,8 +14,8 @@ A *boundary* is the instant between two iterations. At each boundary, in this or
 
 The end of such an iteration or jump, or the arrival at an idle engine, is the engine's next *event*. `advance`
 runs engines one after the other, as far as the caller knows that nothing else happens. `run` runs the events of all
-engines in the order of time, and stops at the one at which a step has the complete groups that it awaits: what the
-caller does then may change the engines.
+engines in the order of time, and stops at the one at which a step has the complete groups that it awaits, or a sample
+leaves to wait for its environment: what the caller does then may change the engines.
 
 Prompts and the prefixes that they share are the *nodes* of a tree. All sequences that start with a node hold its blocks
 together. When the last of them leaves, the blocks are free, and stay findable until other sequences have taken all
@@ -44,7 +44,7 @@ JOIN_S = 0.030
 STRIDE = 1 << 24
 """Heap keys are finish iteration * STRIDE + sample: at most 16.8 M samples, and ties go to the lower sample."""
 
-ENDED, OVER, STOPPED = 0, 1, 2
+ENDED, OVER, STOPPED, PARKED = 0, 1, 2, 3
 """Indices into `Pool.totals`."""
 
 
@@ -86,7 +86,7 @@ def _state(pool: Pool, row: int) -> State:
 @compiled
 def run(pool: Pool, table: Table, costs: Costs, limits: Limits, until_s: float) -> float:
     """Run the events up to `until_s` of all engines in order, up to the first at which a step has all groups that it
-    awaits (`Pool.totals[STOPPED]`).
+    awaits, or a sample leaves to wait (`Pool.totals[STOPPED]`).
 
     Returns the time of the next event of any engine; UNKNOWN if an engine lacks a prefill price or room for a span.
     Engines stay at their last events.
@@ -578,7 +578,12 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
         table.tokens[sample] += table.turn_given[turn]
         table.sample[sample].target = table.turn_end[turn + 1]
         table.sample[sample].arrival_s = ready_s
-        _queue(state, table, sample)
+        if ready_s > n.now_s + limits.park_s:
+            table.sample[sample].leaves_s = n.now_s + limits.park_s
+            state.totals[PARKED] += 1
+            state.totals[STOPPED] = 1
+        else:
+            _queue(state, table, sample)
         return
     _release(state, table, limits, sample, context, context)
     table.sample[sample].finish_s = ready_s
@@ -604,6 +609,7 @@ def _asked_s(table: Table, sample: int, now_s: float) -> float:
     record = table.sample[sample]
     if record.turn >= record.answered:
         record.answered, record.ready_s = record.turn + 1, now_s + table.turn_wait_s[record.turn]
+        record.waited_s += table.turn_wait_s[record.turn]
     if record.turn + 1 < record.answered:
         return now_s
     ready_s: float = max(record.ready_s, now_s)

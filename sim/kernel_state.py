@@ -33,6 +33,8 @@ SAMPLE = np.dtype(
         ("answered", np.int64),  # the turn after the last one that the environment was asked about
         ("admitted", np.int64),  # its position in its engine's order of admission
         ("ready_s", np.float64),  # when the environment has answered the last call
+        ("waited_s", np.float64),  # for its environment, with the wait in progress
+        ("leaves_s", np.float64),  # when it leaves its engine to wait longer; NaN: it does not
         ("arrival_s", np.float64),
         ("start_s", np.float64),
         ("finish_s", np.float64),
@@ -82,6 +84,8 @@ class Limits(NamedTuple):
     block_tokens: int
     chunk_tokens: int
     """Token budget of a mixed iteration; 0: prompts are prefilled whole, in iterations in which no sequence decodes."""
+    park_s: float
+    """A sample that waits longer for its environment leaves its engine."""
 
 
 class Costs(NamedTuple):
@@ -185,7 +189,9 @@ class Pool(NamedTuple):
     evicts: Ints  # [engines, nodes]: the `taken` at which these start to be reused, the last of them first
     ended: Ints  # [samples]: samples that ended, in order, during the current advance
     span: Records  # [SPANS] of SPAN: past work
-    totals: Ints  # [3]: number of ended samples, number of spans, and whether all awaited groups of a step are complete
+    totals: Ints
+    """`[4]`: number of ended samples, number of spans, whether all awaited groups of a step are complete, and number of
+    samples that leave to wait."""
 
 
 class State(NamedTuple):
@@ -227,5 +233,5 @@ def pool_of(engines: int, limits: Limits, samples: int, nodes: int) -> Pool:
         evicts=np.zeros((engines, nodes), dtype=np.int64),
         ended=np.empty(samples, dtype=np.int64),
         span=np.empty(SPANS, dtype=SPAN),
-        totals=np.zeros(3, dtype=np.int64),
+        totals=np.zeros(4, dtype=np.int64),
     )

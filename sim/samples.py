@@ -195,7 +195,7 @@ class Rows:
         sample["prompt"] = batch.context_tokens
         sample["target"] = batch.response_tokens
         sample["group"] = sample["leaf"] = batch.group + self.first_node
-        sample["start_s"] = sample["finish_s"] = sample["ready_s"] = np.nan
+        sample["start_s"] = sample["finish_s"] = sample["ready_s"] = sample["leaves_s"] = np.nan
         sample["cut"] = False if batch.truncated is None else batch.truncated
         part.tokens[:] = 0
         part.finished[:] = part.truncated[:] = False

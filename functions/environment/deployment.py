@@ -69,6 +69,12 @@ class EnvironmentFunction(Function):
         return CallResult(await self._sessions.ask(key, call.attempt, method, number, *arguments))
 
     @admitted
+    async def answered(self, _: Call, key: str) -> CallResult[None]:
+        """Return when all calls of a session have their answers; see KeptSessions.answered."""
+        await self._sessions.answered(key)
+        return CallResult(None)
+
+    @admitted
     async def end(self, _: Call, key: str) -> CallResult[None]:
         """End a session."""
         await self._sessions.close(key)

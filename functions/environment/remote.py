@@ -10,6 +10,7 @@ import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from rlhfless.environments.contract import Description
@@ -24,6 +25,15 @@ log = logging.getLogger(__name__)
 
 class SessionLeft(Exception):
     """The episode leaves its session open: it continues elsewhere."""
+
+    waits = False
+    """Whether the environment has not answered yet."""
+
+
+class SessionParked(SessionLeft):
+    """The episode leaves while it waits for its environment."""
+
+    waits = True
 
 
 SILENT_S = 15.0
@@ -130,6 +140,7 @@ class RemoteSession:
     def __init__(self, key: str, ask: AskReplica) -> None:
         self._key, self._ask_replica = key, ask
         self._asked: dict[str, int] = {}
+        self._took_s = 0.0
         self.resumed = False
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
@@ -138,7 +149,7 @@ class RemoteSession:
 
     async def call(self, number: int, tool: str, arguments: Any) -> Answer:
         answer: Answer = await self._ask("call", number, tool, arguments)
-        return answer
+        return replace(answer, took_s=self._took_s)
 
     async def reward(self) -> float | None:
         number: float | None = await self._ask("reward", 0)
@@ -163,5 +174,6 @@ class RemoteSession:
 
     async def _ask(self, method: str, number: int, *arguments: Any) -> Any:
         given: GivenAnswer = await self._ask_replica("ask", self._key, method, number, *arguments)
+        self._took_s = given.took_s
         self.resumed = given.resumed if method in ("reset", "play") else self.resumed
         return given.value

@@ -6,6 +6,7 @@ the next actor repeats its calls, which the session answers without making them 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,9 @@ from rlhfless.environments.trajectory import (
     Parsed,
     Trajectory,
 )
-from rlhfless.functions.environment.remote import EnvironmentReplicas, RemoteEnvironment, SessionLeft
+from rlhfless.functions.environment.remote import EnvironmentReplicas, RemoteEnvironment, SessionLeft, SessionParked
 from rlhfless.functions.generation.engine import Sampled
-from rlhfless.functions.generation.messages import SampleItem
+from rlhfless.functions.generation.messages import SampleItem, session_key
 from rlhfless.functions.generation.rollouter import PriorTurn, Response, SampleTask, continued
 from rlhfless.records import EpisodeStatus, EpisodeTurn, FinishReason, Rollout, VersionSpan
 from rlhfless.spec import EnvironmentSpec, ModelSpec, RunSpec
@@ -41,6 +42,8 @@ from rlhfless.util.clock import unix_s
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+UNFINISHED = (EpisodeStatus.RUNNING, EpisodeStatus.WAITING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,8 @@ class EpisodeRollouter:
             segments = [event for event in played if isinstance(event, ContextSegment | ModelSegment)]
             segments += left.partial if isinstance(left, _TurnAborted) else []
             calls = tuple(event for event in played if isinstance(event, EnvironmentCall))
-            trajectory = Trajectory(item.key, tuple(segments), calls, EpisodeStatus.RUNNING, None)
+            status = EpisodeStatus.WAITING if left.waits else EpisodeStatus.RUNNING
+            trajectory = Trajectory(item.key, tuple(segments), calls, status, None)
         return response_of(trajectory, task.request.actor)
 
     def _messages(self, item: SampleItem) -> tuple[Message, ...]:
@@ -117,18 +121,24 @@ class EpisodeRollouter:
 
     async def _environment(self, task: SampleTask) -> RemoteEnvironment:
         """Return the episode's session. Raises SessionLeft."""
-        replica, item = task.request.environment, task.item
+        replica, park_s = task.request.environment, self._settings.spec.park_s
 
         async def ask(method: str, *arguments: Any) -> Any:
-            return await self._replicas.ask(task.aborted, replica, task.call, method, *arguments)
+            asked = self._replicas.ask(task.aborted, replica, task.call, method, *arguments)
+            try:
+                return await (asyncio.wait_for(asked, park_s) if method == "ask" else asked)
+            except TimeoutError:
+                raise SessionParked from None
+            except SessionLeft:
+                if method == "ask" and task.aborted.is_set():
+                    raise SessionParked from None
+                raise
 
         if self._description is None:
             description: Description = await ask("about")
             self._chat.check([*description.tools, *({},) * description.offers])
             self._description = description
-        # An evaluation plays the same episodes greedily, with the same seeds.
-        key = f"{item.prompt_id}/{item.sample_index}/{item.seed}/{task.request.sampling.temperature:g}"
-        return RemoteEnvironment(self._description, key, ask)
+        return RemoteEnvironment(self._description, session_key(task.item, task.request.sampling), ask)
 
 
 class _TurnAborted(SessionLeft):
@@ -227,7 +237,7 @@ def _ids(rollout: Rollout, start: int, end: int) -> tuple[int, ...]:
 def response_of(trajectory: Trajectory, actor: str) -> Response:
     """Return an episode as a response: the tokens after its opening, with those of the environment."""
     segments = list(trajectory.segments[1:])
-    if trajectory.status is not EpisodeStatus.RUNNING:
+    if trajectory.status not in UNFINISHED:
         while segments and isinstance(segments[-1], ContextSegment):
             segments.pop()  # the model has not read it
     starts = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))
@@ -254,7 +264,7 @@ def response_of(trajectory: Trajectory, actor: str) -> Response:
 
 def _finish_reason(trajectory: Trajectory) -> FinishReason:
     """Return LENGTH for an episode that was cut off by a limit of tokens or seconds."""
-    if trajectory.status is EpisodeStatus.RUNNING:
+    if trajectory.status in UNFINISHED:
         return FinishReason.ABORT
     if trajectory.status in (EpisodeStatus.TOKENS, EpisodeStatus.TIME):
         return FinishReason.LENGTH

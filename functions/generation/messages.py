@@ -50,6 +50,11 @@ class SampleItem:
         return (self.prompt_id, self.sample_index)
 
 
+def session_key(item: SampleItem, sampling: Sampling) -> str:
+    """Return the key of an episode's session. An evaluation plays the same episodes greedily, with the same seeds."""
+    return f"{item.prompt_id}/{item.sample_index}/{item.seed}/{sampling.temperature:g}"
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """The samples of one actor in one step."""

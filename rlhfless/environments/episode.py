@@ -323,7 +323,8 @@ class _Episode:
         if number <= len(self._past_calls) and answer.digest != self._past_calls[number - 1].answer.digest:
             raise NotReplayable(number, tool)
         turn = len(self._model_turns()) - 1
-        call = EnvironmentCall(number, turn, tool, arguments, answer, monotonic_s() - started_s, call_id)
+        waited_s = max(monotonic_s() - started_s, answer.took_s)
+        call = EnvironmentCall(number, turn, tool, arguments, replace(answer, took_s=0.0), waited_s, call_id)
         self.calls.append(call)
         await self._journal(call)
         return answer

@@ -32,6 +32,8 @@ class GivenAnswer:
     value: Any
     resumed: bool = False
     """The call had been made before: the session goes on where another actor left it."""
+    took_s: float = 0.0
+    """Seconds from the first time that the call was made until its answer."""
 
 
 @dataclass(eq=False)
@@ -42,6 +44,8 @@ class _Session:
     on: EnvironmentSession | None = None
     calls: dict[tuple[str, int], tuple[Any, asyncio.Task[Any]]] = field(default_factory=dict)
     """By method and number: the arguments, and the call."""
+    took_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    """By method and number: seconds until the answer."""
     asked: asyncio.Queue[ModelAsked | PlayResult] = field(default_factory=asyncio.Queue)
     """What the user's own loop asks next, or its result."""
     turns: asyncio.Queue[ModelAnswer | None] = field(default_factory=asyncio.Queue)
@@ -77,7 +81,7 @@ class KeptSessions:
         session.attempt, session.used_s = max(session.attempt, attempt), time.monotonic()
         known = session.calls.get((method, number))
         if known is None:
-            known = arguments, asyncio.create_task(self._made(session, method, number, arguments))
+            known = arguments, asyncio.create_task(self._timed(session, method, number, arguments))
             session.calls[method, number] = known
             known[1].add_done_callback(_retrieved)
             resumed = False
@@ -96,7 +100,13 @@ class KeptSessions:
                 raise EnvironmentFailed(f"`{method}`: the session was closed") from None
             raise
         session.used_s = time.monotonic()
-        return GivenAnswer(value, resumed)
+        return GivenAnswer(value, resumed, session.took_s[method, number])
+
+    async def answered(self, key: str) -> None:
+        """Wait until all calls of a session have their answers; return at once for an unknown session."""
+        session = self._sessions.get(key)
+        if session is not None and (running := [task for _, task in session.calls.values() if not task.done()]):
+            await asyncio.wait(running)
 
     async def close(self, key: str) -> None:
         """End a session, and free its worker. Does nothing for an unknown one."""
@@ -109,6 +119,12 @@ class KeptSessions:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await session.stack.aclose()
+
+    async def _timed(self, session: _Session, method: str, number: int, arguments: tuple[Any, ...]) -> Any:
+        asked_s = time.monotonic()
+        value = await self._made(session, method, number, arguments)
+        session.took_s[method, number] = time.monotonic() - asked_s
+        return value
 
     async def _made(self, session: _Session, method: str, number: int, arguments: tuple[Any, ...]) -> Any:
         if session.on is None:

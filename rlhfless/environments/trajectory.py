@@ -60,6 +60,8 @@ class Answer:
     outcome: AnswerOutcome = AnswerOutcome.RESULT
     reward: float | None = None
     done: bool = False
+    took_s: float = 0.0
+    """Seconds until the environment had answered, if it knows better than its caller, which may have left."""
 
     @property
     def digest(self) -> str:

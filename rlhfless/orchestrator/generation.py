@@ -27,7 +27,7 @@ from rlhfless.orchestrator.prompt_kv import Precomputation, PrefillActors
 from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.orchestrator.stage_samples import StageSamples
 from rlhfless.records import Group, ReplicaState
-from rlhfless.scaling.policy import UNASSIGNED, Event, Generated, Heartbeat, Ints, Lost, Serving
+from rlhfless.scaling.policy import UNASSIGNED, Answered, Event, Generated, Heartbeat, Ints, Lost, Serving
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
 from rlhfless.util.clock import monotonic_s
@@ -35,6 +35,9 @@ from rlhfless.util.host import BusyCores
 from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
+
+NO_REQUEST = -1
+"""The request of an answer of the environment."""
 
 
 class GenerationStage:
@@ -49,13 +52,13 @@ class GenerationStage:
         at_work: Callable[[], None] = lambda: None,
         no_weights: Callable[[], str] = lambda: "",
         prefill: PrefillActors | None = None,
-        environment: Callable[[], Awaitable[str]] | None = None,
+        environment: Callable[[], Awaitable[Replica]] | None = None,
         busy_cores: Callable[[], BusyCores] | None = BusyCores,
     ) -> None:
         """`at_work` is called at an engine's first message, when the engines are busy and the driver is idle.
         `no_weights` returns why a joining actor cannot load the step's weights, or "" if it can.
-        `prefill`: see Precomputation. `environment` returns the name of the environment's replica, which holds the
-        sessions of the samples; None without an environment. `busy_cores` measures the driver's machine; None in a
+        `prefill`: see Precomputation. `environment` returns the environment's replica, which holds the sessions of the
+        samples; None without an environment. `busy_cores` measures the driver's machine; None in a
         simulation.
         """
         self._pool = pool
@@ -74,6 +77,8 @@ class GenerationStage:
         """Slots of these actors."""
         self._streams: dict[asyncio.Task[None], Replica] = {}
         self._calls: set[asyncio.Task[None]] = set()
+        self._answered: list[int] = []
+        """Parked samples that have their answers, in the order of these."""
         self._aborting = np.zeros(len(samples.slot_of), np.bool_)
         self._precomputation = Precomputation(
             request, spec.timeouts.sync_s, prefill=prefill, in_flight=spec.schedule.in_flight
@@ -158,7 +163,7 @@ class GenerationStage:
                 case ReplicaLost() as lost:
                     name = self._requests[event.request].name
                     log.warning("%s died; its unfinished samples are regenerated: %s", name, lost)
-                case Progress() | StreamEnd():
+                case Progress() | StreamEnd() | EnvironmentAnswered():
                     pass
                 case finished:
                     self.samples.take(event.request, finished)
@@ -285,7 +290,7 @@ class GenerationStage:
             if self._environment is None:
                 await self._prepare(actor, number, request)
             else:
-                request = replace(request, environment=await self._environment())
+                request = replace(request, environment=(await self._environment()).name)
             events = actor.stream(
                 self.request.work, "generate", self.request.call, request, timeout_s=self._spec.recovery.heartbeat_s
             )
@@ -316,6 +321,11 @@ class GenerationStage:
         if isinstance(event, Exception):
             raise event
         match event.event:
+            case EnvironmentAnswered():
+                answered, self._answered = np.array(self._answered, np.int64), []
+                samples, slots = self.samples.answered(answered)
+                if samples.size:
+                    self._ask(Answered(samples, slots))
             case ReplicaLost() as lost:
                 self._lose(event.request, lost)
             case Progress() as progress:
@@ -324,8 +334,33 @@ class GenerationStage:
                 pass
             case finished:
                 complete = self.samples.take(event.request, finished)
+                self._await_answers()
                 self._submit_waiting()
                 yield from self._admitted(complete)
+
+    # -- samples that wait for their environment, without an actor
+
+    def _await_answers(self) -> None:
+        for sample in self.samples.take_parked():
+            task = asyncio.create_task(self._await_answer(sample))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+
+    async def _await_answer(self, sample: int) -> None:
+        """Wait for the answer to a sample, or for the loss of its session: an actor then does what can be done."""
+        assert self._environment is not None, "only an environment lets samples wait"
+        try:
+            replica, key = await self._environment(), self.samples.session(sample)
+            limit_s = self._spec.timeouts.generate_s
+            with contextlib.suppress(ReplicaLost):
+                await replica.call(
+                    "answered", self.request.call, key, timeout_s=limit_s, waiting_for="an answer of the environment"
+                )
+            self._answered.append(sample)
+            if len(self._answered) == 1:  # samples that are answered at once continue in one request
+                self._events.put_nowait(_Message(NO_REQUEST, EnvironmentAnswered()))
+        except Exception as error:
+            self._events.put_nowait(error)
 
     def _admitted(self, complete: Iterable[Group]) -> list[Group]:
         """Return the groups that the step learns from, of those that have become complete."""
@@ -365,8 +400,13 @@ class GenerationStage:
 
 
 @dataclass(frozen=True, slots=True)
+class EnvironmentAnswered:
+    """The environment has answered samples that were parked."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Message:
-    """A message of a request's stream, or the error that ended the stream."""
+    """A message of a request's stream, the error that ended the stream, or answers of the environment."""
 
     request: int
-    event: GenerationEvent | ReplicaLost
+    event: GenerationEvent | ReplicaLost | EnvironmentAnswered

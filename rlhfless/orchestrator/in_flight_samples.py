@@ -19,11 +19,12 @@ from rlhfless.functions.generation.messages import (
     Progress,
     SampleItem,
     SampleKey,
+    session_key,
 )
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.orchestrator.rollout_request import RolloutRequest, StageJournal
 from rlhfless.prefixes.tree import PrefixTree
-from rlhfless.records import PREFIXES, Decision, FinishReason, Group, Rollout
+from rlhfless.records import PREFIXES, Decision, EpisodeStatus, FinishReason, Group, Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.assignment import Assignment, pieces
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
@@ -131,7 +132,12 @@ class InFlightSamples:
         self._finished = np.zeros(count, bool)
         self._truncated = np.zeros(count, bool)
         self.slot_of: Ints = np.full(count, UNASSIGNED, np.int64)
-        self.assignment = Assignment(self.slot_of, self._finished, slots)
+        self.assignment = Assignment(self.slot_of, self._finished, np.zeros(count, bool), slots)
+        self._waited_s = np.zeros(count)
+        self._parked: list[int] = []
+        """Samples that were parked, and not yet asked for."""
+        self._came_from: dict[int, int] = {}
+        """By parked sample: the slot that it had."""
 
     def prefixes_decision(self, at_s: float) -> Decision | None:
         """Return the prompts' shared prefixes as a row of the trace; None without any. Replays need them, because the
@@ -177,6 +183,8 @@ class InFlightSamples:
             read_only(self._truncated),
             read_only(self.slot_of),
             self._long_prefixes,
+            read_only(self.assignment.parked),
+            read_only(self._waited_s),
         )
 
     def counts(self) -> tuple[Ints, Ints]:
@@ -239,6 +247,20 @@ class InFlightSamples:
     def names(self, samples: Ints) -> list[SampleKey]:
         """See StageSamples."""
         return [self.items[number].key for number in samples]
+
+    def session(self, sample: int) -> str:
+        """See StageSamples."""
+        return session_key(self.items[sample], self.request.sampling)
+
+    def take_parked(self) -> list[int]:
+        """See StageSamples."""
+        parked, self._parked = self._parked, []
+        return parked
+
+    def answered(self, samples: Ints) -> tuple[Ints, Ints]:
+        """See StageSamples."""
+        back = self.assignment.unpark(samples)
+        return back, np.array([self._came_from.pop(sample) for sample in back.tolist()], np.int64)
 
     # -- messages of the actors
 
@@ -304,12 +326,21 @@ class InFlightSamples:
         del self.request_of[number]
         if (prior := self.items[number].prior) is not None:
             self.replayed.add(prior, rollout)
+        if rollout.episode is not None:
+            self._waited_s[number] = rollout.episode.wait_s
         if rollout.finish_reason != FinishReason.ABORT:
             self._end(number, len(rollout.token_ids), truncated=rollout.finish_reason == FinishReason.LENGTH)
             return
         if len(rollout.token_ids):
             self.items[number] = replace(self.items[number], prior=rollout)
+        if rollout.episode is not None and rollout.episode.status is EpisodeStatus.WAITING:
+            self._park(number)
         self._restart(number)
+
+    def _park(self, number: int) -> None:
+        self._parked.append(number)
+        self._came_from[number] = int(self.slot_of[number])
+        self.assignment.park(np.array([number]))
 
     def restart_lost(self, request: int) -> Ints:
         """Restart the samples of a lost request from their tokens at its start, and return them."""
@@ -354,7 +385,7 @@ class InFlightSamples:
     def _end(self, number: int, tokens: int, *, truncated: bool) -> None:
         self._tokens[number], self._truncated[number] = tokens, truncated
         self._finished[number] = True
-        self.slot_of[number] = UNASSIGNED
+        self.slot_of[number], self.assignment.parked[number] = UNASSIGNED, False
         self.waiting.pop(number, None)
 
     def _restart(self, number: int) -> None:

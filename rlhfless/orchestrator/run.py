@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.calls import ANSWER_S, Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.batches import Batches, StepBatch
@@ -182,8 +182,8 @@ class RLRun(BaseRun):
         self.generation.watch(stage)
         return stage
 
-    async def _environment_replica(self, call: Call) -> str:
-        """Return the name of the environment's replica, which answers; start it if there is none. Raises ReplicaLost
+    async def _environment_replica(self, call: Call) -> Replica:
+        """Return the environment's replica, which answers; start it if there is none. Raises ReplicaLost
         if it dies again and again."""
         pool, tries = self.environment, self.spec.recovery.per_step
         assert pool is not None
@@ -191,7 +191,7 @@ class RLRun(BaseRun):
             replica = await pool.ready(call)
             try:
                 await replica.call("renew", call, timeout_s=ANSWER_S, waiting_for="the environment")
-                return replica.name
+                return replica
             except ReplicaLost:
                 tries -= 1
                 if tries < 0:

@@ -23,6 +23,7 @@ from rlhfless.scaling.latency.fitted import EngineSpeeds
 from rlhfless.scaling.policies.contract import CheapestUnderDeadline, RunContract, contract_for_step
 from rlhfless.scaling.policy import (
     Action,
+    Answered,
     Assign,
     Event,
     FleetView,
@@ -112,6 +113,8 @@ class PolicyRunner:
             answer = self._policy.decide(unix_s(), event, self._seen(step))
             for action in answer:
                 self._carry_out(action, step)
+            if isinstance(event, Answered):
+                self._hand_back(event, step)
             if any(map(self._fleet.expects, range(table.assignment.slots))):
                 table.assignment.check_assigned()
             table.assignment.check_served(answer, self._fleet.expects)
@@ -152,6 +155,19 @@ class PolicyRunner:
             what = "step %d: no plan for generation keeps its part of the contract (%s); the nearest is kept: %s"
             log.warning(what, decision.step, inputs["reason"], inputs["nearest"])
         self._feasible = feasible
+
+    def _hand_back(self, answered: Answered, step: _Step) -> None:
+        """Let samples return to the slots that they had before they were parked. If no actor is up or starting, start
+        one there."""
+        table = step.table
+        rest = np.isin(answered.samples, table.unassigned)
+        for slot in np.unique(answered.slots[rest]).tolist():
+            if not any(map(self._fleet.expects, range(table.assignment.slots))):
+                self._fleet.start(slot, None, table.step)
+            if self._fleet.expects(slot):
+                table.give(answered.samples[rest & (answered.slots == slot)], slot)
+        for assign in split_evenly(self._seen(step), table.unassigned):
+            table.give(assign.samples, assign.slot)
 
     def _split_rest(self, step: _Step) -> None:
         """Split samples without a slot, or whose slot expects no actor, evenly over the actors."""

@@ -104,6 +104,15 @@ class StageSamples(AssignedSamples, Protocol):
     def names(self, samples: Ints) -> Sequence[Any]:
         """Return the names by which actors know samples."""
 
+    def session(self, sample: int) -> Any:
+        """Return the name by which the environment knows a sample."""
+
+    def take_parked(self) -> Sequence[int]:
+        """Return the samples that have been parked since the last call (see rlhfless.scaling.assignment)."""
+
+    def answered(self, samples: Ints) -> tuple[Ints, Ints]:
+        """Unassign the parked ones of these samples, which have their answers; return them, and the slots they had."""
+
     # -- messages of actors
 
     def take(self, request: int, message: GenerationEvent) -> Sequence[Group]:

@@ -18,6 +18,8 @@ class EpisodeStatus(StrEnum):
 
     RUNNING = "running"
     """It was aborted, and will continue on another actor."""
+    WAITING = "waiting"
+    """It has left its actor while it waits for its environment, and will continue when that has answered."""
     DONE = "done"
     """The environment is done, or the model made a turn that it does not answer."""
     TURNS = "turns"

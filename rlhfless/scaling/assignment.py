@@ -11,7 +11,7 @@ in effect.
 | action | is refused if | otherwise |
 |---|---|---|
 | any | it names a slot that is not for a generation actor, a sample that the step does not have, or a sample twice | |
-| Assign | a sample has ended, or belongs to a slot | the samples belong to the slot |
+| Assign | a sample has ended, belongs to a slot, or waits for its environment | the samples belong to the slot |
 | Move | a sample belongs to another slot than the source, or to none | the unfinished samples belong to the target |
 | Release | samples belong to the slot | the fleet drains the replica |
 
@@ -21,9 +21,12 @@ Assign, because no actor generates unassigned samples.
 
 Lost is an event, not an action: all samples of the slot become unassigned, and the policy receives them.
 
-After an answer to StepBegan or Lost every unfinished sample must belong to a slot (no other event leaves samples
-unassigned). After any answer, every slot to which it gave samples must have a replica that is running or starting. A
-Start for a future time does not count, because it is meant for a later step.
+A sample that has left its actor to wait for its environment is *parked*: it belongs to no slot until the event
+Answered. The policy may assign it then; otherwise it returns to its slot, or another with an actor.
+
+After an answer to StepBegan or Lost every other unfinished sample must belong to a slot. After any answer, every slot
+to which it gave samples must have a replica that is running or starting. A Start for a future time does not count,
+because it is meant for a later step.
 
 Each fleet responds to a fault in its own way. The simulator stops. The live loop logs and counts the fault, and
 distributes samples that are unassigned, or at a slot without a replica, evenly among the existing actors. If there is
@@ -52,13 +55,15 @@ class Assignment:
     """`[samples]`: the slot that each belongs to, or UNASSIGNED."""
     finished: Flags
     """`[samples]`: whether each has ended. The caller sets this, together with `home` to UNASSIGNED."""
+    parked: Flags
+    """`[samples]`: whether each waits for its environment, without a slot. Set by `park` and `unpark`."""
     slots: int
     """Generation has the slots 0 to `slots` - 1."""
 
     @property
     def unassigned(self) -> Ints:
-        """Return the unfinished samples that belong to no slot, ascending."""
-        return np.flatnonzero((self.home == UNASSIGNED) & ~self.finished)
+        """Return the unfinished samples that belong to no slot and are not parked, ascending."""
+        return np.flatnonzero((self.home == UNASSIGNED) & ~self.finished & ~self.parked)
 
     def of(self, slot: int) -> Ints:
         """Return the samples that belong to a slot, ascending."""
@@ -83,10 +88,11 @@ class Assignment:
         """Return the samples of an Assign, in order. Raises PolicyFault."""
         self._check_slot(assign.slot)
         samples = self._named(assign.samples)
-        taken = (self.home[samples] != UNASSIGNED) | self.finished[samples]
+        taken = (self.home[samples] != UNASSIGNED) | self.finished[samples] | self.parked[samples]
         if taken.any():
             raise PolicyFault(
-                f"sample {samples[taken][0]}, given to slot {assign.slot}, has ended or has a slot; Move it"
+                f"sample {samples[taken][0]}, given to slot {assign.slot}, has ended, has a slot (Move it), or waits "
+                "for its environment (wait for Answered)"
             )
         return samples
 
@@ -122,6 +128,16 @@ class Assignment:
         lost = self.of(slot)
         self.home[lost] = UNASSIGNED
         return lost
+
+    def park(self, samples: Ints) -> None:
+        """Take samples that wait for their environment out of their slots."""
+        self.home[samples], self.parked[samples] = UNASSIGNED, True
+
+    def unpark(self, samples: Ints) -> Ints:
+        """Unassign the parked ones of these samples, and return them: their environment has answered."""
+        back: Ints = samples[self.parked[samples]]
+        self.parked[back] = False
+        return back
 
     # -- state after an answer
 

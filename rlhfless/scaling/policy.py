@@ -130,6 +130,10 @@ class StepView:
     home: Ints  # [samples]: slot, or UNASSIGNED
     prefixes: PrefixTree | None = None
     """Long prefixes shared by prompts; None if only prompt lengths are known."""
+    parked: Flags | None = None
+    """`[samples]`: unfinished, and without a slot while they wait for their environment; None: no sample does."""
+    waited_s: NDArray[np.float64] | None = None
+    """`[samples]`: seconds for which each has waited for its environment, as far as known; None without one."""
 
     def samples_at(self, slot: int) -> Ints:
         """Return the unfinished samples that belong to a slot, ascending."""
@@ -170,6 +174,18 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """The environment has answered samples that were parked. They are unassigned.
+
+    Those that the answer assigns to no slot return to the slots that they had, or to others with an actor.
+    """
+
+    samples: Ints
+    slots: Ints
+    """The slots that they had."""
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Periodic event during a step; `tokens` and `finished` are up to date."""
 
@@ -198,7 +214,7 @@ class StepEnded:
     end_s: float
 
 
-Event = StepBegan | Serving | Lost | Heartbeat | Generated | Idle | StepEnded
+Event = StepBegan | Serving | Lost | Answered | Heartbeat | Generated | Idle | StepEnded
 
 
 # -- actions

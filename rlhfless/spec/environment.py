@@ -67,6 +67,10 @@ class EnvironmentSpec(SpecModel):
     call_s: Duration = 30.0
     """Time limit of one call, in seconds. A longer call is a failure of the environment."""
 
+    park_s: Duration = 5.0
+    """Wait for an answer after which an episode leaves its actor. It is given to an actor again when the answer is
+    there, and an actor whose episodes all wait can be released."""
+
     episode_s: Duration = 600.0
     """Time limit of an episode, in seconds, from its start on an actor. It then ends with the reward so far."""
 

@@ -7,6 +7,7 @@ starts again takes as long to start as the run's own replicas.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -204,6 +205,6 @@ def _engine_shape(trace: Trace, kv_tokens: int | None) -> EngineShape:
     block = CPU_BLOCK_TOKENS if device_kind(trace) == CPU_KIND else BLOCK_TOKENS
     blocks = sequences * (longest // block + 1) if kv_tokens is None else kv_tokens // block
     tokens = trace.meta.spec["generation"]["engine"].get("max_batch_tokens", sequences)
-    return EngineShape(
-        sequences, blocks, block, max(USUAL_BATCH_TOKENS if tokens == "auto" else int(tokens), sequences)
-    )
+    park_s = (trace.meta.spec.get("environment") or {}).get("park_s", math.inf)  # a run of an older version parks none
+    budget = max(USUAL_BATCH_TOKENS if tokens == "auto" else int(tokens), sequences)
+    return EngineShape(sequences, blocks, block, budget, float(park_s))

@@ -59,6 +59,7 @@ PURE = (
         long=True,
     ),
     Smoke("overlap", (rf"Staleness 1: where the plan decides {NUMBER}x", r"\| gsm8k-3b-h100 \| one_step_off \|")),
+    Smoke("waits", (r"\| 0 s \| kept \|", rf"\| 10 s \| parked \| \d+ \| {NUMBER} \|")),
     Smoke(
         "policies",
         (

@@ -113,7 +113,7 @@ def test_live_fleet_as_a_policy_sees_them() -> None:
         (Release(7), "there is no slot 7"),
         (Release(3), "slot 3 is released, and its learner keeps the run's state"),
         (Release(0), "slot 0 is released with 1 samples; Move them first"),
-        (Assign(1, np.array([0])), "sample 0, given to slot 1, has ended or has a slot; Move it"),
+        (Assign(1, np.array([0])), r"sample 0, given to slot 1, has ended, has a slot \(Move it\), or waits"),
         (Move(0, 3, np.array([0])), "slot 3 generates no samples; generation has the slots 0 to 1"),
         (Move(0, 1, np.array([0, 0])), "names a sample twice"),
     ],

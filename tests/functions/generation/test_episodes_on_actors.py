@@ -63,6 +63,7 @@ class Actor:
     budget: int = 10**6
     """What may happen until the sample is aborted: each token, and each answer of the environment, is one."""
     temperature: float = 1.0
+    park_s: float = 60.0
     asked: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Per turn: seed, max_tokens, generated and response."""
 
@@ -96,7 +97,7 @@ class Actor:
             (item,), Sampling(2000, self.temperature), "v", "actor", 1.0, 60.0, 60.0, environment="environment-1"
         )
         task = SampleTask(item, request, Call("run", attempt, 1), generate)
-        spec = EnvironmentSpec(type="sums:Sums", turn_tokens=200, retries=0)
+        spec = EnvironmentSpec(type="sums:Sums", turn_tokens=200, retries=0, park_s=self.park_s)
         settings = EpisodeSettings(spec, ModelSpec(path="m"), "prompt", chat_template=True, chat_template_kwargs={})
         return await EpisodeRollouter(settings, byte_format(), EnvironmentReplicas(ask)).finish(task)
 
@@ -156,6 +157,34 @@ async def test_an_episode_by_hand():
     assert sample.scored.parts == {"environment": 7.0}
 
 
+class Slow(Sums):
+    async def add(self, number: int) -> str:
+        """Add a number."""
+        await asyncio.sleep(0.3)
+        return await super().add(number)
+
+
+async def test_an_episode_that_waits_leaves_its_actor_and_returns_with_the_answer():
+    """Each of two calls takes 0.3 s, and an episode stays for 0.1 s. It is not generated or called again."""
+    whole = await Actor(sessions_of(Sums), TEXTS).plays()
+    sessions, prior, turns, left = sessions_of(Slow), None, 0, []
+    MADE.clear()
+    while True:
+        actor = Actor(sessions, TEXTS, park_s=0.1)
+        response = await actor.plays(prior)
+        turns += len(actor.asked)
+        if response.sampled.finish_reason != FinishReason.ABORT:
+            break
+        left.append((response.episode.status, len(response.episode.turns), len(response.episode.calls)))
+        prior = rollout_of(response)
+        await sessions.answered("p/0/5/1")
+    assert left == [(EpisodeStatus.WAITING, 1, 0), (EpisodeStatus.WAITING, 2, 1)]
+    assert comparable(response) == comparable(whole)
+    assert (MADE, turns) == ([3, 4], 3)
+    assert [call.wait_s for call in response.episode.calls] == pytest.approx([0.3, 0.3], abs=0.15)
+    await sessions.answered("unknown")
+
+
 @pytest.mark.parametrize(("code", "texts"), [(Sums, TEXTS), (looped, ["one<|im_end|>", "four<|im_end|>"])])
 async def test_an_episode_that_is_aborted_anywhere_continues_elsewhere_as_if_it_had_not_been(code, texts):
     whole = await Actor(sessions_of(code), texts).plays()
@@ -169,7 +198,7 @@ async def test_an_episode_that_is_aborted_anywhere_continues_elsewhere_as_if_it_
             response = await actor.plays(prior)
             if response.sampled.finish_reason != FinishReason.ABORT:
                 break
-            assert response.episode.status is EpisodeStatus.RUNNING
+            assert response.episode.status in (EpisodeStatus.RUNNING, EpisodeStatus.WAITING)
             prior = rollout_of(response)
         assert comparable(response) == comparable(whole), f"aborted after {budget}"
         assert made == MADE, f"aborted after {budget}"

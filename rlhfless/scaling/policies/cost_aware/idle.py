@@ -224,6 +224,11 @@ class IdleScheduler:
             actions += [self._ahead(now, slot, after_s) for slot in actors if slot in absent]
         return actions
 
+    def start_for(self, now: PolicyContext, slots: Iterable[int], answer_s: float) -> list[Action]:
+        """Start the absent ones of these actors so that they serve when the environment answers a parked sample."""
+        gap_s = answer_s - now.view.fleet.load_s
+        return [self._ahead(now, slot, gap_s) for slot in slots if now.absent(slot)]
+
     def _ahead(self, now: PolicyContext, slot: int, gap_s: float) -> Start:
         """Start a replica so that it is ready at the end of a gap."""
         return Start(slot, now.at_s + gap_s - self._starts.start_s(now, slot))
@@ -253,8 +258,9 @@ class IdleScheduler:
             self._step_s.add(end_s - began_s)
         self._generated_s.pop(step, None)
 
-    def state_of(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
-        """Return the state of an idle actor until the next step.
+    def state_of(self, now: PolicyContext, slot: int, forecast: StepForecast, answer_s: float = math.inf) -> IdleState:
+        """Return the state of an idle actor until the next step, or until the environment answers a parked sample, in
+        `answer_s`.
 
         For an actor unused by the step's plan, its idle time so far counts too, so that it is released once its idling
         has cost as much as a start. One with work in this step is expected to have some in the next.
@@ -263,6 +269,8 @@ class IdleScheduler:
         used = worked_s >= self._began_s.get(now.view.step, math.inf)
         idle_s = 0.0 if used else now.at_s - worked_s
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + self._soonest_s(forecast.tokens)
+        if answer_s < gap_s or (not self._after.count and math.isfinite(answer_s)):
+            return self._over(now, slot, answer_s)
         if not self._after.count:  # nothing could start an actor in time for a step whose start is unknown
             return IdleState(True, now.layout.replica_slots[slot].usd_per_s * gap_s, 0.0)
         return self._over(now, slot, gap_s, idle_s)

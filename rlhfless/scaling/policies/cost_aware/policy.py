@@ -18,7 +18,14 @@ from rlhfless.scaling.policies.contract import (
     Weighted,
     contract_for_step,
 )
-from rlhfless.scaling.policies.cost_aware.estimates import DeadlineMargin, Spending, StartTimes, StepAim, StepMargin
+from rlhfless.scaling.policies.cost_aware.estimates import (
+    DeadlineMargin,
+    Recent,
+    Spending,
+    StartTimes,
+    StepAim,
+    StepMargin,
+)
 from rlhfless.scaling.policies.cost_aware.forecasts import Forecaster, RemainingLengths, typical_responses
 from rlhfless.scaling.policies.cost_aware.group_times import ActorTypeCache, Responses
 from rlhfless.scaling.policies.cost_aware.idle import (
@@ -32,7 +39,9 @@ from rlhfless.scaling.policies.cost_aware.plan import ROUNDING, FleetOptions, Ge
 from rlhfless.scaling.policies.cost_aware.rebalance import PASSED_SHARE, Actors, goal_of, is_due, rebalance_tail
 from rlhfless.scaling.policies.fleet import Contexts, PolicyContext, assign_to_least, awake_beside, start
 from rlhfless.scaling.policy import (
+    UNASSIGNED,
     Action,
+    Answered,
     Assign,
     Event,
     Generated,
@@ -46,6 +55,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
+from rlhfless.scaling.waits import Waits
 from rlhfless.spec import FastestSpec, WeightedSpec
 from rlhfless.spec.fleet import CostAwareSpec
 
@@ -83,10 +93,15 @@ class CostAware:
         self._spending = Spending()
         self._since = 0.0, 0.0  # Start of the steps that share a limit, and the run's cost at that time
         self._steps = 0
+        self._waits = Waits()
+        self._wait_token_s = Recent()
+        """Seconds for which the samples of a step wait for their environment, per token of theirs."""
         self._generating: set[int] = set()
         """Steps in generation. An actor that is idle in one step may have work in another."""
         # Of the step:
         self._actors: tuple[int, ...] = ()
+        self._released: set[int] = set()
+        """Slots of the step's actors that were released while samples were parked."""
         self._aim = StepAim(self._deadline.of_step(1, revisits=False))
         self._forecast = StepForecast()
 
@@ -109,10 +124,14 @@ class CostAware:
                 return self._heartbeat(now)
             case Lost(slot, samples):
                 return self._lost(now, slot, samples)
+            case Answered(samples, slots):
+                return self._answered(now, samples, slots)
             case Generated():
                 self._generating.discard(now.view.step)
                 self._idle.note_first_group(now)  # all groups may have ended since the last heartbeat
                 self._forecaster.end(now.view)
+                if now.view.waited_s is not None:
+                    self._wait_token_s.add(float(now.view.waited_s.sum() / max(now.view.tokens.sum(), 1)))
                 self._deadline.learn(now.at_s, self._aim)
                 self._forecast = StepForecast(now.tokens, now.at_s)
                 return [] if self._generating else self._idle.end_generation(now, self._actors, self._forecast)
@@ -146,7 +165,7 @@ class CostAware:
         self._aim = StepAim(margin, now.at_s, limit_s, planned_s, after_s, made.plan.time_usd_per_s)
         self._idle.aim = self._aim
         self._steps += 1
-        self._actors = made.slots
+        self._actors, self._released = made.slots, set()
         return [*actions, Note(made.plan.record(now.view.step, now.at_s)), *self._carried_out(now, made)]
 
     def _plan(
@@ -157,7 +176,7 @@ class CostAware:
         A deadline is planned with a time reserve. If it can be kept only without the reserve, the plan is the fastest
         one.
         """
-        slots = now.layout.generation
+        slots, step = now.layout.generation, typical_responses(lengths, now.view)
         standby = {slot: self._starts.standby(now, slot) for slot in slots}
         by_tier: dict[str, list[int]] = {}
         for slot, (tier, _) in standby.items():
@@ -171,9 +190,10 @@ class CostAware:
             tuple(tiers),
             len(slots),
             now.view.fleet.load_s,
+            self._wait_token_s.value * float(step.tokens.max(initial=0)),
             self._idle.between_usd(now, next(iter(standby)), tokens),
         )
-        step, limit_s, deadline_s = typical_responses(lengths, now.view), math.inf, math.inf
+        limit_s, deadline_s = math.inf, math.inf
         if isinstance(contract, CheapestUnderDeadline):
             deadline_s, limit_s = contract.deadline_s, contract.deadline_s / reserve
             contract = CheapestUnderDeadline(limit_s)
@@ -223,25 +243,39 @@ class CostAware:
         self._idle.note_first_group(now)
         actions: list[Action] = []
         loads = now.loads
+        self._waits.note(now.at_s, now.view)
+        answer_s = self._waits.soonest_s(now.at_s)
         self._idle.note_work(now, np.flatnonzero(loads).tolist())
-        if is_due(now, self._forecast) and now.left:
+        if is_due(now, self._forecast) and loads.any():
             actors = self._actors_now(now)
             tokens = now.tokens + float(actors.means.sum())
             freed = self._idle.state_of(now, now.layout.generation[0], self._forecast).freed_usd_per_s > 0
             after_s = self._idle.after_at_s(self._aim.margin.confidence, tokens)
             actions = rebalance_tail(now, actors, goal_of(now, self._aim, after_s, freed))
-            self._forecast = _forecast(now, tokens, actors.last()[1])
-            loads = np.bincount(actors.home, minlength=now.slots)
-        for slot in now.layout.generation if self._generating == {now.view.step} else ():
+            self._forecast = _forecast(now, tokens, max(actors.last()[1], self._waits.last_s(now.at_s)))
+            loads = np.bincount(actors.home[actors.home != UNASSIGNED], minlength=now.slots)
+        if self._generating != {now.view.step}:
+            return actions
+        for slot in now.layout.generation:
             if loads[slot] == 0 and now.awake(slot):
-                actions += release(now, slot, self._idle.state_of(now, slot, self._forecast))
-        return actions
+                left = release(now, slot, self._idle.state_of(now, slot, self._forecast, answer_s))
+                actions += left
+                self._released |= {slot} if left and answer_s < math.inf else set()
+        return [*actions, *self._idle.start_for(now, self._released, answer_s)] if answer_s < math.inf else actions
+
+    def _answered(self, now: PolicyContext, samples: Ints, slots: Ints) -> list[Action]:
+        """Let samples return to the actors they had; if no actor is left, start these again."""
+        self._waits.answered(now.at_s, now.view.step, samples)
+        if any(map(now.awake, now.layout.generation)):
+            return []
+        again = np.unique(slots).tolist()
+        return [*start(now, again), *(Assign(slot, samples[slots == slot]) for slot in again)]
 
     def _actors_now(self, now: PolicyContext) -> Actors:
         lengths = self._forecaster.look(now.view)
         slots = now.layout.generation
         actor_types = {slot: self._actor_types.of(now.layout.replica_slots[slot]) for slot in slots}
-        return Actors(now, lengths, actor_types, self._starts)
+        return Actors(now, lengths, actor_types, self._starts, self._wait_token_s.value)
 
     def _lost(self, now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
         """Assign the samples to awake actors until the next heartbeat replans; restart the slot if none is awake."""

@@ -23,7 +23,7 @@ from rlhfless.scaling.policies.cost_aware.forecasts import EVEN, RemainingLength
 from rlhfless.scaling.policies.cost_aware.group_times import ActorType
 from rlhfless.scaling.policies.cost_aware.idle import StepForecast
 from rlhfless.scaling.policies.fleet import Inputs, PolicyContext, note, start
-from rlhfless.scaling.policy import Action, Ints, Move
+from rlhfless.scaling.policy import UNASSIGNED, Action, Ints, Move
 
 LEFT_SHARE = 0.75  # Forecasts are renewed when only this share of the last forecast's samples is left
 
@@ -67,8 +67,11 @@ class Actors:
         lengths: RemainingLengths,
         devices: Mapping[int, ActorType],
         starts: StartTimes,
+        wait_token_s: float = 0.0,
     ) -> None:
-        """Initialise from the current view. `devices` is keyed by generation slot."""
+        """Initialise from the current view. `devices` is keyed by generation slot. `wait_token_s`: seconds for which a
+        sample waits for its environment, per token that it generates."""
+        self._wait_token_s = wait_token_s
         view, self._devices = now.view, devices
         self.samples, self.means = lengths.samples, lengths.means
         self.home = view.home[lengths.samples]  # [rows]
@@ -84,7 +87,7 @@ class Actors:
 
     def compute_ends(self, confidence: float) -> None:
         """Compute each actor's end, such that each ends by then with this confidence."""
-        working = np.unique(self.home).tolist()
+        working = np.unique(self.home[self.home != UNASSIGNED]).tolist()
         self.end_s = dict.fromkeys(self.end_s, 0.0)
         self.end_s |= {slot: self.end_of(slot, np.flatnonzero(self.home == slot), confidence) for slot in working}
 
@@ -98,7 +101,8 @@ class Actors:
             unended = self._unended[self._lengths.kind[rows]].sum(axis=0)
             longest = self._lengths.crossing(self._grid, unended, confidence)
             draw = np.minimum(draw, longest)
-        return self.until_up_s[slot] + self._devices[slot].drain_s(draw, self.context[rows], longest)
+        waits_s = self._wait_token_s * longest
+        return self.until_up_s[slot] + self._devices[slot].drain_s(draw, self.context[rows], longest) + waits_s
 
     def apply(self, move: HalfMove) -> None:
         """Reassign the samples of a migration."""
@@ -135,7 +139,7 @@ def rebalance_tail(now: PolicyContext, actors: Actors, goal: Goal) -> list[Actio
 
     In a late step, ends are evaluated with the confidence of a migration that must not fail.
     """
-    before, notes = actors.home.copy(), list[Action]()
+    before, notes = actors.home.copy(), list[Action]()  # parked samples are at no slot, and stay there
     confidence = goal.confidence ** (1 / max(np.unique(before).size, 1))  # so that all end in time with the goal's
     actors.compute_ends(confidence)
     late = actors.last()[1] > goal.limit_s
