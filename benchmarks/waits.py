@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from smoke import parsed
+from where import machine
 
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.placement import Allocation, Device
@@ -133,6 +134,7 @@ def main() -> int:
         "| wait per call | fleet | seconds per step | device-ms per token | against no wait | step costs | starts |",
         "|---|---|---|---|---|---|---|",
     ]
+    print(machine(), *rows, sep="\n")
     first: dict[str, Figures] = {}
     for wait_s in arguments.waits:
         batches = [batch(step, arguments.prompts, wait_s) for step in range(1, arguments.steps + 1)]
