@@ -176,8 +176,9 @@ def _spent_s(calls: Sequence[Invocation], record: StepRecord) -> tuple[float, fl
     """Return the seconds of generation, of scoring after it, and of reference and learner in one step.
 
     Generation lasts from the first load of weights to the last token, scoring from there until all samples are scored.
+    Actors that all start during the step load the weights as a part of their start, which is not counted.
     """
-    begun_s = min(call.start_s for call in calls if call.work is Work.LOAD_WEIGHTS)
+    begun_s = min(call.start_s for call in calls if call.work in (Work.LOAD_WEIGHTS, Work.GENERATE))
     drawn_s = record.start_s + record.metrics["generation_s"]
     scored_s = max((call.end_s for call in calls if call.work is Work.SCORE), default=drawn_s)
     return drawn_s - begun_s, max(scored_s - drawn_s, 0.0), sum(c.duration_s for c in calls if c.work in AFTER)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.tiny_scenario import scenario
-from rlhfless.sim.experiment.shared import ONE_BY_ONE, PhaseWork, arrangements, share
+from rlhfless.records import Invocation, Work
+from rlhfless.sim.experiment.shared import ONE_BY_ONE, PhaseWork, _spent_s, arrangements, share
 from rlhfless.spec.errors import InputError
 
 
@@ -100,3 +103,14 @@ def test_arrangements_of_a_scenario() -> None:
     mixed = {"machines": [{"kind": kind, "devices_per_node": 4} for kind in ("l40s", "h100")]}
     with pytest.raises(InputError, match="runs share devices of one kind, and there are l40s, h100"):
         arrangements(scenario(cluster=mixed), [2])
+
+
+def test_a_step_whose_actors_all_start_in_it_loads_no_weights_in_a_call() -> None:
+    def call(work: Work, start_s: float, end_s: float) -> Invocation:
+        return Invocation("f", "r", "i", work, 8, start_s, end_s)
+
+    record = SimpleNamespace(start_s=100.0, metrics={"generation_s": 30.0})
+    calls = [call(Work.GENERATE, 110.0, 130.0), call(Work.SCORE, 128.0, 133.0), call(Work.LEARN, 133.0, 140.0)]
+    assert _spent_s(calls, record) == (20.0, 3.0, 7.0)
+    loading = [call(Work.LOAD_WEIGHTS, 104.0, 110.0), *calls]
+    assert _spent_s(loading, record) == (26.0, 3.0, 7.0)
