@@ -16,8 +16,8 @@ from rlhfless.records.traces import Trace, compare_samples, read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.long]
 
-STEPS = 1000
-"""So many that a change pays, whatever it takes; the run is cancelled."""
+STEPS = 100_000
+"""Steps of a run that is cancelled: so many that a change pays, whatever it takes."""
 
 
 def run_values(assets: Any, name: str, devices: Any, steps: int = STEPS) -> dict[str, Any]:
