@@ -98,9 +98,9 @@ class TrainingRank:
 
     def kept_on_device(self) -> list[torch.Tensor]:
         """Return the buffers and, unless they are offloaded, the shards of master weights and moments."""
-        tensors = [tensor for part in self._state().values() if isinstance(part, dict) for tensor in part.values()]
         if self._training.offload:
-            tensors = []
+            return list(self._model.buffers())
+        tensors = [tensor for part in self._state().values() if isinstance(part, dict) for tensor in part.values()]
         frozen = (parameter for parameter in self._model.parameters() if not parameter.requires_grad)
         return [*tensors, *frozen, *self._model.buffers()]
 
