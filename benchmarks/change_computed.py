@@ -9,13 +9,11 @@ engines start side by side. So the seconds are those of any two sizes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 
-from smoke import parsed
+from smoke import print_computed
 from step_computed import SHAPE
 from weights_computed import MODELS, shared_memory
-from where import machine
 
 from rlhfless.scaling.latency.roofline import DISK_BYTES_PER_S, start_s, weight_load_s
 
@@ -56,9 +54,7 @@ def table() -> str:
 
 
 def main() -> None:
-    print(f"computed, not measured on {machine()}")
-    parsed(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
-    print(table())
+    print_computed(__doc__, table)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
+
+from where import machine
 
 
 def parsed(parser: argparse.ArgumentParser, **smallest: Any) -> argparse.Namespace:
@@ -17,3 +20,10 @@ def parsed(parser: argparse.ArgumentParser, **smallest: Any) -> argparse.Namespa
         parser.set_defaults(**smallest)
         print("smallest size: these figures say that the benchmark runs, and nothing else", file=sys.stderr)
     return parser.parse_args()
+
+
+def print_computed(description: str | None, table: Callable[[], str]) -> None:
+    """Run the benchmark of a table that is computed, not measured."""
+    print(f"computed, not measured on {machine()}")
+    parsed(argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter))
+    print(table())

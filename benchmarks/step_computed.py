@@ -9,12 +9,10 @@ plain head. `now` has files in parallel, packed rows by FlashAttention, the fuse
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 
-from smoke import parsed
+from smoke import print_computed
 from weights_computed import MODELS, shared_memory
-from where import machine
 
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.known_models import known_config
@@ -113,9 +111,7 @@ def table() -> str:
 
 
 def main() -> None:
-    print(f"computed, not measured on {machine()}")
-    parsed(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
-    print(table())
+    print_computed(__doc__, table)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ learner's gather, are in neither.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from smoke import parsed
-from where import machine
+from smoke import print_computed
 
 from rlhfless.records.ledger import BUCKET_BYTES
 from rlhfless.weights.digest import MOST_THREADS
@@ -136,9 +134,7 @@ def _cell(seconds: float | None) -> str:
 
 
 def main() -> None:
-    print(f"computed, not measured on {machine()}")
-    parsed(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
-    print(table())
+    print_computed(__doc__, table)
 
 
 if __name__ == "__main__":
