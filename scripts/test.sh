@@ -37,7 +37,7 @@ beside() {
 }
 
 # again NAME   runs up to three tests that failed once more, with nothing beside them: a fault fails again, and a test that
-# the machine was too slow for passes. The list at the end names it, so that it is mended.
+# the machine was too slow for passes. The list at the end names it, so that it is repaired.
 again() {
     local arguments failures="$logs/$1.cache/v/cache/lastfailed"
     [ -s "$failures" ] && [ "$(grep -c ': true' "$failures")" -le 3 ] || return 1

@@ -84,7 +84,7 @@ class AgentEndpoint:
         return await self._answered(request, anthropic_dialect)
 
     async def _answered(self, request: Request, dialect: Any) -> Response:
-        """Answer a request. What the client cannot mend by itself is status 400 too, as it must not repeat it."""
+        """Answer a request. An ended episode is status 400, too: the client must not repeat the request."""
         if not self._is_allowed(request):
             return _problem(401, "the API key is not that of this episode", "invalid_api_key")
         try:
