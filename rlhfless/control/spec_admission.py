@@ -20,7 +20,7 @@ from rlhfless.control.errors import refused
 from rlhfless.control.objects import MOST_INTEGER
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER
-from rlhfless.spec import RunSpec
+from rlhfless.spec import EndpointPart, RunSpec
 from rlhfless.spec.base import locations, size_problems
 from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.document import MOST_DEPTH
@@ -76,11 +76,12 @@ async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> Ru
 
     The driver checks names that are not resolved in time, and checks every address again on connection.
     """
-    from rlhfless.rewards.http import refusal
+    from rlhfless.rewards.endpoint import refusal
 
     spec = posted_spec(values, settings)
     loop, hosts = asyncio.get_running_loop(), settings.http_hosts
-    urls = {f"rewards.{index}.url": reward.url for index, reward in enumerate(spec.rewards) if reward.type == "http"}
+    asked_of = [(index, reward) for index, reward in enumerate(spec.rewards) if isinstance(reward, EndpointPart)]
+    urls = {f"rewards.{index}.url": reward.url for index, reward in asked_of}
     asked = {loop.run_in_executor(_RESOLVERS, refusal, url, hosts): place for place, url in urls.items()}
     if not asked:
         return spec

@@ -25,6 +25,7 @@ from rlhfless.spec import (
     CodeSpec,
     FormatSpec,
     HttpSpec,
+    JudgeSpec,
     LengthPenaltySpec,
     MathSpec,
     PythonRewardSpec,
@@ -110,6 +111,7 @@ def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
     if any(isinstance(reward, PythonRewardSpec | HttpSpec) for reward in rewards):
         return None
     named = [value for reward in rewards for key, value in reward if key.endswith("_field") and value is not None]
+    named += [reward.columns for reward in rewards if isinstance(reward, JudgeSpec)]
     return frozenset(name for value in named for name in ((value,) if isinstance(value, str) else value))
 
 

@@ -28,6 +28,7 @@ from rlhfless.spec import (
     ExactMatchSpec,
     HttpSpec,
     JsonSchemaSpec,
+    JudgeSpec,
     MathSpec,
     PreferencesSpec,
     PythonRewardSpec,
@@ -262,8 +263,9 @@ def gets_of(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
             return {"prompt": find_field(prompt.columns, field)}
         case RewardModelSpec():
             return {"prompt": prompt.text}
-        case PythonRewardSpec() | HttpSpec():
-            return {"prompt": prompt.text, "columns": dict(prompt.columns)}
+        case PythonRewardSpec() | HttpSpec() | JudgeSpec():
+            names = reward.columns if isinstance(reward, JudgeSpec) else prompt.columns
+            return {"prompt": prompt.text, "columns": {name: find_field(prompt.columns, name) for name in names}}
         case _:
             return {}
 

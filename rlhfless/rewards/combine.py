@@ -30,6 +30,7 @@ from rlhfless.spec import (
     FormatSpec,
     HttpSpec,
     JsonSchemaSpec,
+    JudgeSpec,
     LengthPenaltySpec,
     MathSpec,
     OnFailure,
@@ -43,8 +44,9 @@ from rlhfless.util.tasks import gather_or_cancel
 
 if TYPE_CHECKING:
     from rlhfless.rewards.http import HttpReward
+    from rlhfless.rewards.judge import Judge
 
-LocalSpec = ExactMatchSpec | RegexSpec | FormatSpec | LengthPenaltySpec | HttpSpec
+LocalSpec = ExactMatchSpec | RegexSpec | FormatSpec | LengthPenaltySpec | HttpSpec | JudgeSpec
 
 
 class Rewards:
@@ -141,13 +143,14 @@ _VERIFIERS: Mapping[type, Callable[[Any], Verifier]] = {
 }
 
 
-def _local(spec: LocalSpec, hosts: tuple[str, ...] | None) -> SampleReward | HttpReward:
-    if not isinstance(spec, HttpSpec):
+def _local(spec: LocalSpec, hosts: tuple[str, ...] | None) -> SampleReward | HttpReward | Judge:
+    if not isinstance(spec, HttpSpec | JudgeSpec):
         return _LOCAL[type(spec)](spec)
     # Imported here, because httpx takes a quarter of a second to import.
     from rlhfless.rewards.http import HttpReward
+    from rlhfless.rewards.judge import Judge
 
-    return HttpReward(spec, hosts)
+    return HttpReward(spec, hosts) if isinstance(spec, HttpSpec) else Judge(spec, hosts)
 
 
 def verifier(spec: VerifierSpec) -> Verifier:

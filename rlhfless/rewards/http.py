@@ -1,23 +1,15 @@
 """HTTP rewards: POST samples as JSON in batches (docs/rewards.md has the protocol).
 
-A batch without a usable answer fails as a whole; an endpoint that cannot score a sample answers null for it. In a
-service, `Guarded` keeps users' rewards away from the service's own machine and its cloud's metadata: the address is
-checked at the connection, so DNS rebinding gains nothing, and redirects are not followed. Private networks are allowed,
-because reward services of a cluster are there.
+A batch without a usable answer fails as a whole; an endpoint that cannot score a sample answers null for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import datetime
-import email.utils
-import ipaddress
 import math
-import os
-import socket
-import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -25,6 +17,7 @@ import httpx
 import numpy as np
 
 from rlhfless.records import Prompt
+from rlhfless.rewards.endpoint import Endpoint
 from rlhfless.rewards.protocol import (
     ARGUMENTS,
     Failed,
@@ -40,30 +33,16 @@ from rlhfless.rewards.protocol import (
 )
 from rlhfless.spec import HttpSpec
 
-FIRST_PAUSE_S = 0.5
-"""Delay before the second attempt; doubled before each further attempt."""
-
-_BUSY = frozenset({408, 429})
-
-# Longest wait that `Retry-After` is read as, in seconds: a century, so that no date overflows.
-_LONGEST_S = 3.2e9
-
 
 class HttpReward:
     def __init__(self, spec: HttpSpec, hosts: Collection[str] | None = None) -> None:
         """`hosts`: see ScoringSpec.http_hosts."""
         self._spec = spec
-        self._hosts = hosts
-        self._limit = asyncio.Semaphore(spec.concurrency)
-        self._next_s = 0.0
-        """When the endpoint may be asked again (monotonic clock): its `Retry-After` holds for all requests."""
+        self._endpoint = Endpoint(spec, spec.url, hosts)
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Check the token, the URL and the columns, without asking the endpoint."""
-        name = self._spec.token_env
-        problems = [f"the environment variable {name!r} is not set"] if name and not os.environ.get(name) else []
-        if self._hosts is not None and (why := refusal(self._spec.url, self._hosts)):
-            problems.append(why)
+        problems = self._endpoint.problems()
         if faults := unscorable(prompts, lambda prompt: as_json(prompt.columns)):
             hint = "leave these columns out of the data, or write them as texts"
             problems.append(listed("columns cannot be sent as JSON", faults, len(prompts), hint))
@@ -71,16 +50,10 @@ class HttpReward:
 
     async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
         size = self._spec.batch_size
-        token = os.environ.get(self._spec.token_env or "")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        guard = None if self._hosts is None else Guarded(self._hosts)
-        # httpx takes no proxy from the environment where a transport is given.
-        async with httpx.AsyncClient(headers=headers, timeout=self._spec.timeout_s, transport=guard) as client:
+        async with self._endpoint.client() as client:
 
             async def score(first: int) -> None:
-                async with self._limit:
-                    outcomes = await self._ask(client, samples[first : first + size])
-                for offset, outcome in enumerate(outcomes):
+                for offset, outcome in enumerate(await self._ask(client, samples[first : first + size])):
                     report(first + offset, outcome)
 
             async with asyncio.TaskGroup() as group:
@@ -96,43 +69,9 @@ class HttpReward:
                 ]
             }
         except Unsendable as error:
-            return self._all_failed(batch, f"the samples cannot be written as JSON: {error}", 1)
-        cause, pause_s = "", 0.0
-        for attempt in range(self._spec.retries + 1):
-            await asyncio.sleep(max(pause_s, self._next_s - time.monotonic()))
-            pause_s = FIRST_PAUSE_S * 2**attempt
-            try:
-                # httpx limits each read only; a server that sends a byte now and then would never time out.
-                async with asyncio.timeout(self._spec.timeout_s):
-                    reply = await client.post(self._spec.url, json=body)
-            except (httpx.TimeoutException, TimeoutError):
-                cause = f"no answer within timeout_s ({self._spec.timeout_s:g} s)"
-            except ForbiddenAddress as error:
-                return self._all_failed(batch, str(error), attempt + 1)
-            except httpx.HTTPError as error:
-                cause = f"{type(error).__name__}: {error}"
-            else:
-                if reply.is_success:
-                    return self._outcomes(reply, batch)
-                cause, asked_s = self._refused(reply)
-                if asked_s == math.inf:
-                    return self._all_failed(batch, cause, attempt + 1)
-                pause_s = pause_s if asked_s is None else asked_s
-        return self._all_failed(batch, cause, self._spec.retries + 1)
-
-    def _refused(self, reply: httpx.Response) -> tuple[str, float | None]:
-        """Return the cause and the seconds until the next request: None if not stated, inf for never."""
-        cause = f"status {reply.status_code}: {quote(reply.text)}"
-        if reply.status_code not in _BUSY and reply.status_code < 500:
-            return cause, math.inf
-        asked_s, most_s = retry_after_s(reply.headers.get("Retry-After", "")), self._spec.timeout_s
-        if asked_s is None:
-            return cause, None
-        if asked_s > most_s:
-            asked = f"it asks for {asked_s:.0f} s until the next request (Retry-After)"
-            return f"{cause}; {asked}, and timeout_s allows {most_s:g} s", math.inf
-        self._next_s = max(self._next_s, time.monotonic() + asked_s)
-        return cause, asked_s
+            return [self._endpoint.failed(f"the samples cannot be written as JSON: {error}")] * len(batch)
+        reply = await self._endpoint.post(client, body)
+        return [reply] * len(batch) if isinstance(reply, Failed) else self._outcomes(reply, batch)
 
     def _outcomes(self, reply: httpx.Response, batch: Sequence[RewardSample]) -> list[Outcome]:
         try:
@@ -142,29 +81,11 @@ class HttpReward:
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != len(batch):
             what = f'answered {quote(reply.text)}; {{"scores": [...]}} with {len(batch)} numbers is needed'
-            return self._all_failed(batch, what, 1)
+            return [self._endpoint.failed(what)] * len(batch)
         return [
             Failed(f"{self._spec.url} answered {quote(repr(score))}, not a finite number") if value is None else value
             for score, value in zip(scores, map(finite, scores), strict=True)
         ]
-
-    def _all_failed(self, batch: Sequence[RewardSample], cause: str, attempts: int) -> list[Outcome]:
-        times = "" if attempts == 1 else f" ({attempts} attempts)"
-        return [Failed(f"{self._spec.url}: {cause}{times}")] * len(batch)
-
-
-def retry_after_s(header: str) -> float | None:
-    """Parse `Retry-After`, a number or a date, as seconds from now; None if it is neither."""
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            until = email.utils.parsedate_to_datetime(header)
-        except (ValueError, TypeError, OverflowError):
-            return None
-        until = until if until.tzinfo else until.replace(tzinfo=datetime.UTC)
-        seconds = until.timestamp() - time.time()
-    return min(max(seconds, 0.0), _LONGEST_S) if not math.isnan(seconds) else None
 
 
 class Unsendable(Unscorable):
@@ -190,100 +111,3 @@ def as_json(value: Any, path: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [as_json(item, f"{path}.{index}") for index, item in enumerate(value)]
     raise Unsendable(f"the column `{path}` holds {described(value)}")
-
-
-# -- forbidden addresses
-
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
-"""NAT64 (RFC 6052): the last 32 bits are an IPv4 address."""
-
-METADATA = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")))
-"""Cloud metadata services that are not link-local."""
-
-
-class ForbiddenAddress(httpx.ConnectError): ...
-
-
-def forbidden(address: Address) -> str:
-    """Say why an address may not be reached, also embedded in IPv6; empty if it may."""
-    inner: Address | None = None
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
-        if address in _TRANSLATED:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    if inner is not None:
-        return forbidden(inner)
-    kinds = {
-        "loopback": address.is_loopback,
-        "link-local": address.is_link_local,
-        "unspecified": address.is_unspecified or address in ipaddress.ip_network("0.0.0.0/8"),
-        "multicast": address.is_multicast,
-        "broadcast": address == ipaddress.ip_address("255.255.255.255"),
-        "a metadata service": address in METADATA,
-    }
-    return next((kind for kind, is_it in kinds.items() if is_it), "")
-
-
-def refusal(url: str, hosts: Collection[str]) -> str:
-    """Say why a URL may not be reached, before a run; empty if it may, or does not resolve yet."""
-    host, port = _end(httpx.URL(url))
-    if f"{host}:{port}" in hosts:
-        return ""
-    try:
-        addresses = _addresses(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    except (OSError, UnicodeError):  # the latter of a name with a label that is too long
-        return ""
-    return _refused(host, addresses)
-
-
-def _end(url: httpx.URL) -> tuple[str, int]:
-    return url.host, url.port or {"https": 443}.get(url.scheme, 80)
-
-
-def _addresses(resolved: Iterable[tuple[Any, ...]]) -> list[Address]:
-    """Extract addresses from getaddrinfo's result."""
-    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in resolved]
-
-
-def _refused(host: str, addresses: Iterable[Address]) -> str:
-    """Say why a host may not be reached: any forbidden address is enough; empty if it may."""
-    for address in addresses:
-        if why := forbidden(address):
-            name = f"{host} ({why})" if host == str(address) else f"{host} is {address} ({why})"
-            return f"{name}: HTTP rewards may not reach it; the operator of the service can allow it by host and port"
-    return ""
-
-
-class Guarded(httpx.AsyncBaseTransport):
-    """Connect to allowed addresses only. `hosts`: `host:port` that are always allowed."""
-
-    def __init__(self, hosts: Collection[str]) -> None:
-        self._hosts = frozenset(hosts)
-        # No proxy of the environment: it would connect in our place, unguarded.
-        self._transport = httpx.AsyncHTTPTransport(trust_env=False)
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises ForbiddenAddress."""
-        host, port = _end(request.url)
-        if f"{host}:{port}" not in self._hosts:
-            address = await self._checked(host, port)
-            # The Host header is set by now; the certificate is checked against the name.
-            request.extensions = {**request.extensions, "sni_hostname": host}
-            request.url = request.url.copy_with(host=str(address))
-        return await self._transport.handle_async_request(request)
-
-    async def _checked(self, host: str, port: int) -> Address:
-        try:
-            resolved = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError(f"{host} cannot be resolved: {error}") from error
-        addresses = _addresses(resolved)
-        if why := _refused(host, addresses):
-            raise ForbiddenAddress(why)
-        return addresses[0]
-
-    async def aclose(self) -> None:
-        await self._transport.aclose()

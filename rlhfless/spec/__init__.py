@@ -79,11 +79,14 @@ from rlhfless.spec.learner import (
     TrainingSpec,
 )
 from rlhfless.spec.rewards import (
+    PLACEHOLDER,
     CodeSpec,
+    EndpointPart,
     ExactMatchSpec,
     FormatSpec,
     HttpSpec,
     JsonSchemaSpec,
+    JudgeSpec,
     LengthPenaltySpec,
     MathSpec,
     PythonRewardSpec,

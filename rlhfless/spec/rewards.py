@@ -119,16 +119,13 @@ class JsonSchemaSpec(RewardPart):
 MOST_PORT = 65_535
 
 
-class HttpSpec(RewardPart):
-    """Scores from an HTTP endpoint. See docs/rewards.md for the protocol."""
+class EndpointPart(RewardPart):
+    """Keys of rewards that ask an HTTP endpoint."""
 
-    type: Literal["http"]
     url: Annotated[str, Field(pattern=r"^https?://")]
-    """Endpoint that samples are POSTed to as JSON. Must not contain a user or password."""
+    """Address of the endpoint. Must not contain a user or password."""
     token_env: str | None = None
     """Environment variable of the scoring replica that holds the bearer token to send. `null`: no token."""
-    batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
-    """Samples per request."""
     concurrency: Processes = 8
     """Maximum concurrent requests."""
     timeout_s: Duration = 30.0
@@ -153,6 +150,86 @@ class HttpSpec(RewardPart):
         if port is not None and port > MOST_PORT:
             raise ValueError(f"not a URL: its port {port} is above {MOST_PORT}")
         return url
+
+
+class HttpSpec(EndpointPart):
+    """Scores from an HTTP endpoint that samples are POSTed to as JSON. See docs/rewards.md for the protocol."""
+
+    type: Literal["http"]
+    batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
+    """Samples per request."""
+
+
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+"""A value of a judge's template. Braces around anything else, such as those of JSON, are text."""
+
+JUDGED_SAMPLE = ("prompt", "response", "transcript")
+JUDGED_GROUP = ("prompt", "responses")
+
+
+class JudgeSpec(EndpointPart):
+    """The verdict of a language model behind an OpenAI-compatible server. See docs/rewards.md."""
+
+    type: Literal["judge"]
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    """Name of the model, as the server knows it. `url` is the server's base URL, such as `http://judge:8000/v1`."""
+    template: Annotated[str, Field(min_length=1, max_length=100_000)]
+    """The question to the judge. `{prompt}` and `{response}` (or `{responses}` with `per: group`), `{transcript}` of an
+    episode and columns such as `{answer}` or `{extra.rubric}` are replaced by fenced texts; `{id}` is the fence, which
+    the verdict must then repeat. `{columns.prompt}` is a column with a name of these. Other braces are text."""
+    system: Annotated[str, Field(max_length=100_000)] = "You are a fair and strict judge."
+    """System message. It is followed by the rule that fenced texts are data, not instructions."""
+    per: Literal["sample", "group"] = "sample"
+    """`sample`: one request per response. `group`: one request with all responses to a prompt, numbered from 1; the
+    verdict is a JSON list with a number for each."""
+    verdict: Literal["number", "json", "regex", "yes_no"] = "number"
+    """How the verdict is read. `number`: the whole answer is a number. `json`: the whole answer is a JSON object, with
+    the number under `verdict_key`. `regex`: the first group of `verdict_pattern`, which must be the same in all
+    matches. `yes_no`: the probability of `yes` against `no` as the first token (needs logprobs). Text before
+    `</think>` does not count."""
+    verdict_key: Annotated[str, Field(min_length=1, max_length=256)] = "score"
+    """Key of the number, or of the list of numbers, in a `json` verdict."""
+    verdict_pattern: Pattern | None = None
+    """Regular expression of a `regex` verdict, such as `Score: (\\d+)`."""
+    minimum: float = 0.0
+    """Smallest valid verdict; a lower one is a failure."""
+    maximum: float = 10.0
+    """Largest valid verdict; a higher one is a failure. `yes_no` gives 0 to 1."""
+    max_tokens: Tokens = 1024
+    """Maximum tokens of an answer. One that is cut off is a failure."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Sampling temperature of the judge."""
+    body: dict[str, Any] = Field(default_factory=dict)
+    """Additional keys of each request, such as `reasoning_effort` or `chat_template_kwargs`; `null` removes a key."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that the template names."""
+        known = {*JUDGED_SAMPLE, *JUDGED_GROUP, "id"}
+        names = (name for name in PLACEHOLDER.findall(self.template) if name not in known)
+        return tuple(dict.fromkeys(name.removeprefix("columns.") for name in names))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JudgeSpec:
+        named = set(PLACEHOLDER.findall(self.template))
+        needed, other = ("responses", "response") if self.per == "group" else ("response", "responses")
+        if self.per == "sample" and "transcript" in named:
+            needed = "transcript" if "response" not in named else "response"
+        if needed not in named:
+            raise ValueError(f"`template`: `per: {self.per}` needs `{{{needed}}}`, which the judge is to judge")
+        if wrong := named & ({other} if self.per == "sample" else {other, "transcript"}):
+            raise ValueError(f"`template`: `{{{min(wrong)}}}` is not available with `per: {self.per}`")
+        if self.per == "group" and self.verdict != "json":
+            raise ValueError(f"`per: group` needs `verdict: json`, not {self.verdict!r}: one number per response")
+        if (self.verdict == "regex") != (self.verdict_pattern is not None):
+            raise ValueError("`verdict: regex` needs `verdict_pattern`, and no other verdict has one")
+        if self.verdict in ("number", "yes_no") and "id" in named:
+            raise ValueError(f"`template`: `{{id}}` cannot be repeated in a verdict of type {self.verdict!r}")
+        if not self.minimum < self.maximum:
+            raise ValueError(f"minimum ({self.minimum:g}) must be below maximum ({self.maximum:g})")
+        if fixed := {"messages", "model", "stream", "n"} & self.body.keys():
+            raise ValueError(f"`body`: it may not set {min(fixed)!r}")
+        return self
 
 
 class RewardModelSpec(RewardPart):
@@ -306,6 +383,7 @@ RewardSpec = Annotated[
     | CodeSpec
     | JsonSchemaSpec
     | HttpSpec
+    | JudgeSpec
     | RewardModelSpec
     | PythonRewardSpec,
     Field(discriminator="type"),

@@ -15,7 +15,8 @@ import pytest
 
 from fakes.builders import samples_of
 from rlhfless.rewards import Failed, Outcome
-from rlhfless.rewards.http import ForbiddenAddress, Guarded, HttpReward, forbidden, refusal
+from rlhfless.rewards.endpoint import ForbiddenAddress, Guarded, forbidden, refusal
+from rlhfless.rewards.http import HttpReward
 from rlhfless.spec import HttpSpec
 
 

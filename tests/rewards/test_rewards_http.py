@@ -15,8 +15,7 @@ import pytest
 
 from fakes.builders import samples_of
 from rlhfless.records import Prompt
-from rlhfless.rewards import checker
-from rlhfless.rewards import http as http_reward
+from rlhfless.rewards import checker, endpoint
 from rlhfless.spec import HttpSpec
 from rlhfless.util.text import parsed_json
 
@@ -24,7 +23,7 @@ from rlhfless.util.text import parsed_json
 @pytest.fixture
 def server(monkeypatch):
     """Answers what its list `replies` says, in order and the last for ever; keeps requests in `seen`."""
-    monkeypatch.setattr(http_reward, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.01)
 
     class Judge(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -103,7 +102,7 @@ async def test_a_busy_server_is_asked_again(server, scored):
 @pytest.mark.parametrize("code", [429, 503])
 @pytest.mark.parametrize(("asked", "least_s"), [("1", 1.0), ("0.3", 0.3), ("0", 0.0)])
 async def test_a_wait_that_the_server_asks_for_is_kept(server, scored, monkeypatch, code, asked, least_s):
-    monkeypatch.setattr(http_reward, "FIRST_PAUSE_S", 30.0)
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 30.0)
     server.replies[:0] = [busy(code, asked)]
     began = time.monotonic()
     assert await failures(scored, spec(server)) == [None]
@@ -121,7 +120,7 @@ async def test_a_wait_beyond_the_limit_fails_at_once_and_says_so(server, scored)
 
 def test_a_wait_may_be_a_date():
     in_a_minute = datetime.datetime.now(datetime.UTC) + datetime.timedelta(minutes=1)
-    assert 55 < http_reward.retry_after_s(email.utils.format_datetime(in_a_minute, usegmt=True)) <= 60
+    assert 55 < endpoint.retry_after_s(email.utils.format_datetime(in_a_minute, usegmt=True)) <= 60
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_a_wait_may_be_a_date():
     ],
 )
 def test_retry_after(header, seconds):
-    assert http_reward.retry_after_s(header) == seconds
+    assert endpoint.retry_after_s(header) == seconds
 
 
 async def test_a_wait_holds_for_the_requests_of_other_batches(server, scored):
