@@ -203,6 +203,18 @@ def test_all_leave_after_generation_and_start_ahead_of_the_next_step(steps_befor
     assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, again_s)
 
 
+def test_a_step_that_waited_for_its_actors_does_not_make_them_start_later() -> None:
+    """Each step begins 15 s after the one before has ended, when its actors are up. They were needed at that end, 40 s
+    after generation."""
+    policy = knowing(WeightedSpec(time_weight=1.0))
+    for begin_s in (0.0, 75.0, 150.0):
+        actors = dealt(policy.decide(begin_s, StepBegan(), fresh()))
+        actions = list(policy.decide(begin_s + 20, Generated(), view({}, 0)))
+        policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), view({}, 0))
+    again_s = 150 + 20 + 40 - 2
+    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, again_s)
+
+
 SLOW = fleet_of(*(replica_slot(index, start_s=30.0) for index in range(3)), learner(9), terms=RentalTerms(0, 0, 30.0))
 """Devices are billed by the second. A released one is there again after 30 s, and an actor on it 30 s later."""
 
