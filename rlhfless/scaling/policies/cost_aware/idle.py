@@ -181,16 +181,20 @@ class IdleScheduler:
     def begin_step(self, now: PolicyContext) -> list[Action]:
         """Start services ahead of their first complete group, and record how long actors were idle."""
         self._began_s[now.view.step] = now.at_s
-        if self._last is not None:
-            generated_s, tokens, start_s = self._last
-            self._after.add(max(now.at_s - generated_s - start_s, 0.0) / tokens)
-            self._last = None
+        self._note_gap(now.at_s)
         self._first_group = False
         actions: list[Action] = []
         for slot in now.layout.others:
             if slot in self._wanted_s and now.absent(slot):
                 actions.append(self._ahead(now, slot, self._wanted_s[slot].least))
         return actions
+
+    def _note_gap(self, at_s: float) -> None:
+        """Record how long no actor was needed after the last generation."""
+        if self._last is not None:
+            generated_s, tokens, start_s = self._last
+            self._after.add(max(at_s - generated_s - start_s, 0.0) / tokens)
+            self._last = None
 
     def note_work(self, now: PolicyContext, actors: Iterable[int]) -> None:
         """Record that actors have work now."""
@@ -252,7 +256,13 @@ class IdleScheduler:
         return cheapest_idle_state(now, slot, self._starts, idle_s + gap_s, self.aim, again_usd)
 
     def end_step(self, step: int, end_s: float) -> None:
-        """Record how long the step took."""
+        """Record how long the step took, and that actors are needed now.
+
+        The next step's event comes later if all of its actors are still starting. To count that wait as a gap would
+        start them as late again.
+        """
+        if step in self._generated_s:
+            self._note_gap(end_s)
         began_s = self._began_s.pop(step, None)
         if began_s is not None:
             self._step_s.add(end_s - began_s)
