@@ -75,9 +75,9 @@ class EnvironmentFunction(Function):
         return CallResult(None)
 
     @admitted
-    async def end(self, _: Call, key: str) -> CallResult[None]:
-        """End a session."""
-        await self._sessions.close(key)
+    async def end(self, _: Call, key: str, finished: bool) -> CallResult[None]:
+        """End a session; see KeptSessions.end."""
+        await self._sessions.end(key, finished)
         return CallResult(None)
 
     @admitted

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -120,18 +120,19 @@ class RemoteEnvironment:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[RemoteSession]:
-        """Open the episode's session. It stays open if the episode leaves it."""
+        """Open the episode's session. It stays open if the episode leaves it.
+
+        Once the episode is finished, it no longer matters whether the session's replica is lost.
+        """
         try:
             yield RemoteSession(self._key, self._ask)
         except SessionLeft:
             raise
         except BaseException:
-            await self._end()
+            await self._ask("end", self._key, False)
             raise
-        await self._end()
-
-    async def _end(self) -> None:
-        await self._ask("end", self._key)
+        with suppress(SessionLeft):
+            await self._ask("end", self._key, True)
 
 
 class RemoteSession:

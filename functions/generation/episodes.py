@@ -33,7 +33,7 @@ from rlhfless.environments.trajectory import (
 )
 from rlhfless.functions.environment.remote import EnvironmentReplicas, RemoteEnvironment, SessionLeft, SessionParked
 from rlhfless.functions.generation.engine import Sampled
-from rlhfless.functions.generation.messages import SampleItem, session_key
+from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.functions.generation.rollouter import PriorTurn, Response, SampleTask, continued
 from rlhfless.records import EpisodeStatus, EpisodeTurn, FinishReason, Rollout, VersionSpan
 from rlhfless.spec import EnvironmentSpec, ModelSpec, RunSpec
@@ -124,7 +124,9 @@ class EpisodeRollouter:
         replica, park_s = task.request.environment, self._settings.spec.park_s
 
         async def ask(method: str, *arguments: Any) -> Any:
-            asked = self._replicas.ask(task.aborted, replica, task.call, method, *arguments)
+            # A finished episode does not leave its actor: it ends its session first.
+            left = asyncio.Event() if method == "end" else task.aborted
+            asked = self._replicas.ask(left, replica, task.call, method, *arguments)
             try:
                 return await (asyncio.wait_for(asked, park_s) if method == "ask" else asked)
             except TimeoutError:
@@ -138,7 +140,7 @@ class EpisodeRollouter:
             description: Description = await ask("about")
             self._chat.check([*description.tools, *({},) * description.offers])
             self._description = description
-        return RemoteEnvironment(self._description, session_key(task.item, task.request.sampling), ask)
+        return RemoteEnvironment(self._description, task.item.session, ask)
 
 
 class _TurnAborted(SessionLeft):

@@ -41,6 +41,8 @@ class SampleItem:
     seed: int
     row: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's columns, for an environment; empty without one."""
+    session: str = ""
+    """Key of the episode's session; empty without an environment."""
     prior: Rollout | None = None
     """The aborted rollout to resume: its tokens are kept, whichever actor generated them, except the last, which is
     generated again."""
@@ -48,11 +50,6 @@ class SampleItem:
     @property
     def key(self) -> SampleKey:
         return (self.prompt_id, self.sample_index)
-
-
-def session_key(item: SampleItem, sampling: Sampling) -> str:
-    """Return the key of an episode's session. An evaluation plays the same episodes greedily, with the same seeds."""
-    return f"{item.prompt_id}/{item.sample_index}/{item.seed}/{sampling.temperature:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,9 @@ SHOWN_CHARACTERS = 500
 CLOSE_S = 2.0
 """Timeout for the output of an ended program, which a process that it left may hold open."""
 
+TASK = "RLHFLESS_TASK"
+"""Variable with the file of the task: its own for each episode, so that it also tells what the program has started."""
+
 _COLUMN = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 
 
@@ -50,7 +53,7 @@ def agent_program(command: Sequence[str], folder: str | None) -> Callable[..., A
         with _folder() as own:
             described = _describe(task, own)
             async with AgentEndpoint(model) as endpoint:
-                variables = {**_environment(command), **endpoint.variables, "RLHFLESS_TASK": described}
+                variables = {**_environment(command), **endpoint.variables, TASK: described}
                 code, printed, said = await _run(arguments, folder or os.path.join(own, WORK), variables)
         result = result_of(printed)
         if code and not (model.is_over and result is None):
@@ -131,7 +134,10 @@ class _Program(asyncio.SubprocessProtocol):
 
 
 async def _run(arguments: Sequence[str], folder: str, variables: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a program to its end; return its exit code, and the ends of its output and of all that it said."""
+    """Run a program to its end; return its exit code, and the ends of its output and of all that it said.
+
+    `variables`: its environment; TASK is one of them.
+    """
     try:
         transport, program = await asyncio.get_running_loop().subprocess_exec(
             _Program,
@@ -146,9 +152,10 @@ async def _run(arguments: Sequence[str], folder: str, variables: Mapping[str, st
         raise EnvironmentFailed(f"`command` cannot be started: {error}") from error
     try:
         await program.has_ended.wait()
-    finally:
+    finally:  # what it has left running must not outlive the episode
         with suppress(ProcessLookupError):
-            os.killpg(transport.get_pid(), signal.SIGKILL)  # what it has left running must not outlive the episode
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        processes.kill_started_with(TASK, variables[TASK], CLOSE_S)
     with suppress(TimeoutError):
         await asyncio.wait_for(program.is_closed.wait(), CLOSE_S)
     code = transport.get_returncode()

@@ -110,19 +110,25 @@ class EnvironmentSource:
     """Where an environment comes from."""
 
     target: str
-    """`module:Class`, `path.py:Class`, `path.py`, `process` or `mcp`."""
+    """`module:Class`, `path.py:Class`, `path.py`, `process`, `mcp` or `gymnasium`."""
     command: tuple[str, ...] = ()
     """Of a `process`."""
     folder: str | None = None
     """Of a `process`."""
     servers: tuple[Mapping[str, Any] | str, ...] = ()
     """Of `mcp`."""
+    game: str = ""
+    """Of `gymnasium`: its id."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `gymnasium`."""
+    actions: tuple[str, ...] = ()
+    """Of `gymnasium`."""
 
     @classmethod
     def of(cls, spec: EnvironmentSpec) -> EnvironmentSource:
         """Return the source that a spec names."""
         servers = (each if isinstance(each, str) else each.parameters for each in spec.servers)
-        return cls(spec.type, spec.command, spec.folder, tuple(servers))
+        return cls(spec.type, spec.command, spec.folder, tuple(servers), spec.id, spec.options, spec.actions)
 
 
 @dataclass(frozen=True)

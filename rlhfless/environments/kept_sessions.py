@@ -1,8 +1,9 @@
 """Sessions by key, which outlive their callers: an episode that moves to another actor finds its session again.
 
-Every answer is kept until the session closes, so a call that is repeated is not executed again: an actor that continues
-an episode, or plays it again after a driver was killed, repeats its calls from the first one on. A call that its caller
-no longer waits for goes on.
+Every answer is kept, so a call that is repeated is not executed again: an actor that continues an episode, or plays it
+again after a driver was killed, repeats its calls from the first one on. Answers outlive the session by a while: an
+actor can be lost with a finished episode that has not reached the driver. A call that its caller no longer waits for
+goes on.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class KeptSessions:
         self._workers = workers
         self._idle_s = idle_s
         self._sessions: dict[str, _Session] = {}
+        self._finished: dict[str, _Session] = {}
+        """Sessions of finished episodes, which have no worker any more: their answers."""
+        self._releasing: set[asyncio.Task[None]] = set()
 
     @property
     def description(self) -> Description:
@@ -73,7 +77,7 @@ class KeptSessions:
 
         Raises EnvironmentFailed, after which the session is closed.
         """
-        session = self._sessions.get(key)
+        session = self._sessions.get(key) or self._finished.get(key)
         if session is None:
             if method not in FIRST:
                 raise EnvironmentFailed(f"`{method}`: the session is gone")
@@ -81,6 +85,9 @@ class KeptSessions:
         session.attempt, session.used_s = max(session.attempt, attempt), time.monotonic()
         known = session.calls.get((method, number))
         if known is None:
+            if key in self._finished:
+                await self.close(key)
+                raise EnvironmentFailed(f"`{method}`: the session has ended")
             known = arguments, asyncio.create_task(self._timed(session, method, number, arguments))
             session.calls[method, number] = known
             known[1].add_done_callback(_retrieved)
@@ -108,11 +115,32 @@ class KeptSessions:
         if session is not None and (running := [task for _, task in session.calls.values() if not task.done()]):
             await asyncio.wait(running)
 
+    async def end(self, key: str, finished: bool) -> None:
+        """End a session, and free its worker. Answers of a `finished` episode are kept for a while."""
+        session = self._sessions.get(key)
+        if session is not None and finished:
+            session.used_s = now_s = time.monotonic()
+            old = [each for each, of in self._finished.items() if now_s - of.used_s > self._idle_s]
+            for each in old:
+                del self._finished[each]
+            self._finished[key] = session
+        elif not finished:
+            self._finished.pop(key, None)
+        await self._release(self._sessions.pop(key, None))
+
     async def close(self, key: str) -> None:
-        """End a session, and free its worker. Does nothing for an unknown one."""
-        session = self._sessions.pop(key, None)
-        if session is None:
-            return
+        """End a session, free its worker, and forget its answers. Does nothing for an unknown one."""
+        await self.end(key, finished=False)
+
+    async def _release(self, session: _Session | None) -> None:
+        """Free the worker of a session, also if the caller leaves."""
+        if session is not None:
+            releasing = asyncio.create_task(self._released(session))
+            self._releasing.add(releasing)
+            releasing.add_done_callback(self._releasing.discard)
+            await asyncio.shield(releasing)
+
+    async def _released(self, session: _Session) -> None:
         running = [task for _, task in session.calls.values() if not task.done()]
         running += [session.loop] if session.loop is not None and not session.loop.done() else []
         for task in running:

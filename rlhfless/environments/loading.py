@@ -1,4 +1,5 @@
-"""Load an environment: a class or function of the user's, a program, or the tools of MCP servers."""
+"""Load an environment: a class or function of the user's, a program, the tools of MCP servers, or a game of
+gymnasium."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhfless.environments.contract import Environment, EnvironmentSource, checked
-from rlhfless.spec import MCP, PROCESS
+from rlhfless.spec import GYMNASIUM, MCP, PROCESS
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.spec.imports import TargetError, cause, load_target
@@ -30,6 +31,10 @@ def load(source: EnvironmentSource) -> Environment:
         from rlhfless.environments.mcp import tools_of_servers
 
         return checked(source.target, tools_of_servers(source.servers))
+    if source.target == GYMNASIUM:
+        from rlhfless.environments.gymnasium_game import gymnasium_game
+
+        return checked(source.target, gymnasium_game(source.game, source.options, source.actions))
     return checked(source.target, _code(source.target))
 
 

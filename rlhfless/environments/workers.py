@@ -1,4 +1,4 @@
-"""Worker processes that hold environments: bounded in time and memory, killed, and replaced.
+"""Worker processes that hold environments: bounded in time, memory and processes, killed, and replaced.
 
 User code runs in no other process. A worker that hangs, dies or is cancelled in a call is killed with its children, and
 only its own session is lost.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -26,7 +27,8 @@ from rlhfless.environments.protocol import (
 )
 from rlhfless.environments.trajectory import Answer
 from rlhfless.spec.errors import InputError, Problem
-from rlhfless.util.worker_process import WorkerProcess
+from rlhfless.util import processes
+from rlhfless.util.worker_process import MARK, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,12 @@ START_S = 120.0
 """Timeout of a worker's start with its imports: torch takes ten seconds on a cold disk."""
 
 MIB = 2**20
+
+MAX_PROCESSES = 512
+"""Processes of one session. More are a bomb that would take those of the machine."""
+
+WATCH_S = 1.0
+"""Time between two counts of the sessions' processes."""
 
 
 class EnvironmentWorkers:
@@ -45,6 +53,7 @@ class EnvironmentWorkers:
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._all:
             self._idle.put_nowait(worker)
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def description(self) -> Description:
@@ -66,9 +75,24 @@ class EnvironmentWorkers:
         """Start the first worker; the others start when they are needed. Raises InputError if the environment breaks
         its contract."""
         await self._all[0].ensure()
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Kill workers whose sessions have started too many processes."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self.idle < len(self._all):
+                counts = Counter((await asyncio.to_thread(processes.started_with, MARK)).values())
+                for worker in self._all:
+                    if (count := counts[worker.process.mark]) > MAX_PROCESSES:
+                        worker.excess = f"it had {count} processes, more than {MAX_PROCESSES}, and was killed"
+                        worker.process.kill()
 
     def close(self) -> None:
         """Kill all workers."""
+        if self._watching is not None:
+            self._watching.cancel()
         for worker in self._all:
             worker.process.kill()
 
@@ -101,11 +125,14 @@ class _Worker:
         self._memory_bytes = memory_bytes
         self.process = WorkerProcess("rlhfless.environments.worker", lambda: f"environment {source.target}")
         self.description: Description | None = None
+        self.excess = ""
+        """Why its process was killed, if the process has exceeded a limit."""
 
     async def ensure(self) -> None:
         """Start the process if it is not running. Raises InputError."""
         if self.process.is_running:
             return
+        self.excess = ""
         try:
             async with asyncio.timeout(START_S):
                 await self.process.start()
@@ -160,7 +187,8 @@ class _Worker:
         """Return the reply to one call. Raises EnvironmentFailed; a process that does not reply is killed."""
         name = f"`{arguments[1] or 'observe'}`" if method == "call" else f"`{method}`"
         if not self.process.is_running:
-            raise EnvironmentFailed(f"{name}: the session's process is gone")
+            gone = self.excess or "the session's process is gone"
+            raise EnvironmentFailed(f"{name}: {gone}")
         try:
             self.process.send(Ask(method, arguments))
             while True:
@@ -187,6 +215,6 @@ class _Worker:
             what = f"{name} took longer than call_s ({self._call_s:g} s), and its process was killed"
             raise EnvironmentFailed(what) from None
         except (EOFError, OSError) as error:
-            what = f"its process died in {name}: {self.process.end()}"
+            what = f"its process died in {name}: {self.excess or self.process.end()}"
             logger.warning("environment %s: %s", self._source.target, what)
             raise EnvironmentFailed(what) from error

@@ -19,7 +19,6 @@ from rlhfless.functions.generation.messages import (
     Progress,
     SampleItem,
     SampleKey,
-    session_key,
 )
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.orchestrator.rollout_request import RolloutRequest, StageJournal
@@ -250,7 +249,7 @@ class InFlightSamples:
 
     def session(self, sample: int) -> str:
         """See StageSamples."""
-        return session_key(self.items[sample], self.request.sampling)
+        return self.items[sample].session
 
     def take_parked(self) -> list[int]:
         """See StageSamples."""

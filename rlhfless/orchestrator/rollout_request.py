@@ -49,16 +49,24 @@ class RolloutRequest:
         """Return the samples of one prompt. Their seeds do not depend on the actor."""
         begun = self.selection.begun[prompt.prompt_id] if self.selection else self.seed_step
         row = {self.row_field: prompt.text, **prompt.columns} if self.row_field else {}
+        seeds = [sample_seed(self.seed, begun, prompt.prompt_id, index) for index in range(self.samples_per_prompt)]
         return tuple(
             SampleItem(
                 prompt.prompt_id,
                 index,
                 prompt.token_ids,
-                sample_seed(self.seed, begun, prompt.prompt_id, index),
+                seed,
                 row,
+                f"{prompt.prompt_id}/{index}/{seed}{self._of_evaluation}" if self.row_field else "",
             )
-            for index in range(self.samples_per_prompt)
+            for index, seed in enumerate(seeds)
         )
+
+    @property
+    def _of_evaluation(self) -> str:
+        """Tells the episodes of evaluations apart: all evaluations, greedy or not, have the same seeds."""
+        held_out = self.work is Work.HELD_OUT
+        return f"/{self.call.step}/{self.sampling.temperature:g}" if held_out else ""
 
 
 def sampling_of(spec: RunSpec, *, greedy: bool = False) -> Sampling:

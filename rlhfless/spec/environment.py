@@ -11,8 +11,20 @@ from rlhfless.spec.base import Duration, FilePath, Processes, SpecModel, Tokens,
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.imports import IMPORT_PATH
 
-PROCESS, MCP = "process", "mcp"
-"""Types that are not user code: a program that is a client of OpenAI's or Anthropic's API, and MCP tool servers."""
+PROCESS, MCP, GYMNASIUM = "process", "mcp", "gymnasium"
+"""Types that are not user code: a program that is a client of OpenAI's or Anthropic's API, MCP tool servers, and games
+of gymnasium."""
+
+_KEYS = {"command": PROCESS, "folder": PROCESS, "servers": MCP, "id": GYMNASIUM, "options": GYMNASIUM,
+         "actions": GYMNASIUM}  # fmt: skip
+"""Keys that belong to one type."""
+
+_NEEDED = {
+    PROCESS: ("command", "[python, agent.py]"),
+    MCP: ("servers", "[{command: python, args: [tools.py]}]"),
+    GYMNASIUM: ("id", "FrozenLake-v1"),
+}
+"""By type: the key that it needs, and an example."""
 
 
 class McpServerSpec(SpecModel):
@@ -42,7 +54,8 @@ class EnvironmentSpec(SpecModel):
 
     type: str
     """Your environment: import path of a class or an async function, `package.module:Class`. `process`: a program that
-    is a client of OpenAI's or Anthropic's API. `mcp`: the tools of MCP servers."""
+    is a client of OpenAI's or Anthropic's API. `mcp`: the tools of MCP servers. `gymnasium`: a game of gymnasium's
+    registry."""
 
     command: Annotated[tuple[str, ...], Field(max_length=1024)] = ()
     """Program and arguments, for type `process`. `{column}` in an argument is replaced by a column of the row. `python`
@@ -53,6 +66,16 @@ class EnvironmentSpec(SpecModel):
 
     servers: Annotated[tuple[McpServerSpec | str, ...], Field(max_length=64)] = ()
     """Servers for type `mcp`: each a program, or a URL."""
+
+    id: str = ""
+    """Name of the game in gymnasium's registry, for type `gymnasium`: `FrozenLake-v1`, or `module:Name` to import the
+    module first."""
+
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the game, for type `gymnasium`."""
+
+    actions: Annotated[tuple[str, ...], Field(max_length=1024)] = ()
+    """Names of the game's actions 0, 1, ..., for type `gymnasium`. Without names, the model writes the numbers."""
 
     turns: Annotated[int, Field(ge=1, le=10_000)] = 16
     """Maximum turns of the model in an episode."""
@@ -93,10 +116,10 @@ class EnvironmentSpec(SpecModel):
     @field_validator("type")
     @classmethod
     def _looks_like_a_path(cls, target: str) -> str:
-        if target not in (PROCESS, MCP) and not IMPORT_PATH.fullmatch(target):
+        if target not in _NEEDED and not IMPORT_PATH.fullmatch(target):
             raise ValueError(
-                f"{nearest(target, (PROCESS, MCP))}write `process`, `mcp`, or `package.module:Class`, such as "
-                "`my_env:Guess` for my_env.py"
+                f"{nearest(target, _NEEDED)}write {', '.join(f'`{kind}`' for kind in _NEEDED)}, or "
+                "`package.module:Class`, such as `my_env:Guess` for my_env.py"
             )
         return target
 
@@ -112,11 +135,13 @@ class EnvironmentSpec(SpecModel):
 
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> EnvironmentSpec:
-        for key, kind in (("command", PROCESS), ("servers", MCP)):
-            if self.type == kind and not getattr(self, key):
-                example = "[python, agent.py]" if kind == PROCESS else "[{command: python, args: [tools.py]}]"
-                raise ValueError(f"`{key}` is missing, and type {kind} needs it; write, for example, {key}: {example}")
-        for key, kind in (("command", PROCESS), ("folder", PROCESS), ("servers", MCP)):
+        if self.type in _NEEDED:
+            key, example = _NEEDED[self.type]
+            if not getattr(self, key):
+                raise ValueError(
+                    f"`{key}` is missing, and type {self.type} needs it; write, for example, {key}: {example}"
+                )
+        for key, kind in _KEYS.items():
             if getattr(self, key) and self.type != kind:
                 raise ValueError(f"`{key}` belongs to type {kind}, and the type is {self.type!r}; remove one of them")
         return self

@@ -77,6 +77,65 @@ def end_session(session: int, grace_s: float, timeout_s: float) -> bool:
     return True
 
 
+def started_with(name: str) -> dict[int, str]:
+    """Return the value of an environment variable by pid, of all other running processes that were started with it.
+
+    Children inherit it, in whatever session or group they are, and whoever has adopted them.
+    """
+    found = {}
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and int(entry) != os.getpid()):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's; zombies have none
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if variable.startswith(os.fsencode(f"{name}=")):
+                    found[pid] = os.fsdecode(variable).partition("=")[2]
+    return found
+
+
+def kill_started_with(name: str, value: str, timeout_s: float) -> bool:
+    """Kill all other processes that were started with an environment variable of this value. Return whether none
+    remains.
+
+    They are stopped first, as a process that starts others all the time would be faster than the kills.
+    """
+    end_s = time.monotonic() + timeout_s
+    stopped: set[int] = set()
+    while time.monotonic() < end_s:
+        members = [pid for pid, given in started_with(name).items() if given == value]
+        if not members:
+            return True
+        running = set(members) - stopped
+        for pid in running or stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if running else signal.SIGKILL)
+        stopped |= running
+        if not running:
+            time.sleep(_GONE_POLL_S)
+    return False
+
+
+def identity() -> str:
+    """Return a name of this process that no other one gets: its pid namespace, its pid, and its start."""
+    return f"{_namespace()}-{os.getpid()}-{_start_of(os.getpid())}"
+
+
+def is_gone(identity: str) -> bool:
+    """Return whether a process with this `identity` has ended; False if it is of another pid namespace."""
+    namespace, _, process = identity.partition("-")
+    pid, _, start = process.partition("-")
+    return namespace == _namespace() and pid.isdecimal() and _start_of(int(pid)) != start
+
+
+def _namespace() -> str:
+    return str(os.stat("/proc/self/ns/pid").st_ino)
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process started, in clock ticks since the machine's start; empty if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
 def hide_from_others() -> None:
     """Restrict /proc/<pid>/{environ,mem,maps,fd} of this process to privileged root, so that other processes of its
     user cannot read them. This also disables that user's debuggers, and core dumps."""

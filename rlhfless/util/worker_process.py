@@ -3,7 +3,8 @@
     python -P -m MODULE <socket fd> <parent's pid>
 
 User code gets the locations of Python, libraries and caches, and no secret of the service or run. Its output goes to
-the log under its name, up to a limit.
+the log under its name, up to a limit. What it starts is killed with it, in whatever session: such processes are found
+by a variable that they inherit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,6 +28,9 @@ from rlhfless.util.text import legible
 REAP_S = 5.0
 """Timeout for a killed process to end."""
 
+MARK = "RLHFLESS_WORKER"
+"""Variable of a worker and all that it starts: the parent's identity, and a number."""
+
 
 class WorkerProcess:
     """One process of a module at a time, in a session of its own."""
@@ -35,6 +40,8 @@ class WorkerProcess:
         self._module = module
         self._output = Output(name)
         self._process: subprocess.Popen[bytes] | None = None
+        self.mark = f"{processes.identity()}-{secrets.token_hex(8)}"
+        """Value of MARK in its processes."""
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
 
@@ -47,8 +54,9 @@ class WorkerProcess:
         return self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
-        """Start the process; a running one is killed first."""
+        """Start the process; a running one is killed first, and so is what workers of ended parents have left."""
         self.kill()
+        _kill_orphans()
         self._reader, self._writer = await asyncio.open_connection(sock=self._spawn())
 
     def send(self, message: Any) -> None:
@@ -83,7 +91,8 @@ class WorkerProcess:
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.wait(REAP_S)
-        processes.end_session(process.pid, 0.0, REAP_S)  # programs of the user code in groups of their own
+        processes.kill_started_with(MARK, self.mark, REAP_S)
+        processes.end_session(process.pid, 0.0, REAP_S)  # programs that have removed the variable
 
     def _spawn(self) -> socket.socket:
         """Start the process; return the parent's end of its connection."""
@@ -93,7 +102,8 @@ class WorkerProcess:
             channel = (str(theirs.fileno()), str(os.getpid()))
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self._module, *channel],
-                env=passed_environment(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=passed_environment(os.environ)
+                | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), MARK: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -103,6 +113,13 @@ class WorkerProcess:
         assert self._process.stdout is not None
         self._output.follow(self._process.stdout)
         return ours
+
+
+def _kill_orphans() -> None:
+    """Kill what the workers of ended processes of this user have left running, as after a SIGKILL of their parent."""
+    for mark in set(processes.started_with(MARK).values()):
+        if processes.is_gone(mark.rpartition("-")[0]):
+            processes.kill_started_with(MARK, mark, REAP_S)
 
 
 # -- environment and output

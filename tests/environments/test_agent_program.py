@@ -211,23 +211,35 @@ async def test_a_program_that_fails_has_no_reward(tmp_path, code, cause):
 
 
 async def test_nothing_of_a_program_outlives_its_episode(tmp_path):
-    """Neither what it started, nor a program that is in the middle of something when time is over."""
-    spawn = "import subprocess; p = subprocess.Popen(['sleep', '1234']); open('pid', 'w').write(str(p.pid))"
-    episode = await ran(tmp_path, f"{spawn}\nask(('user', 'a'))", "one<|im_end|>")
-    assert episode.status is EpisodeStatus.DONE
-    pid = int((tmp_path / "pid").read_text())
-    code = f"{spawn}\nask(('user', 'a'))\ntime.sleep(1234)"
+    """Neither what it started, in a session of its own too, nor a program that is in the middle of something when time
+    is over."""
+    spawn = """
+import subprocess
+own = [subprocess.Popen(["sleep", "1234"], start_new_session=apart) for apart in (False, True)]
+left = subprocess.run("setsid sleep 1234 & echo $!", shell=True, stdout=subprocess.PIPE).stdout
+open("pids", "a").write(f"{own[0].pid} {own[1].pid} {int(left)} ")
+ask(("user", "a"))
+"""
+    spawn = spawn.replace("& echo $!", "</dev/null >/dev/null 2>&1 & echo $!")
+    episode = await ran(tmp_path, spawn, "one<|im_end|>")
+    assert episode.status is EpisodeStatus.DONE, episode.cause
     began_s = time.monotonic()
-    late = await ran(tmp_path, code, "one<|im_end|>", episode_s=4.0)
+    late = await ran(tmp_path, f"{spawn}time.sleep(1234)", "one<|im_end|>", episode_s=6.0)
     assert (late.status, late.reward) == (EpisodeStatus.TIME, None)
-    assert time.monotonic() - began_s < 30
-    for each in (pid, int((tmp_path / "pid").read_text())):
+    assert time.monotonic() - began_s < 60
+    pids = [*map(int, (tmp_path / "pids").read_text().split())]
+    assert len(pids) == 6
+    for each in pids:
         assert not psutil.pid_exists(each) or psutil.Process(each).status() == psutil.STATUS_ZOMBIE
 
 
 async def test_a_program_ends_with_its_worker(tmp_path):
     (tmp_path / "raw.py").write_text(RAW)
-    code = "ask(('user', 'a')); open('pid', 'w').write(str(os.getpid())); time.sleep(1234)"
+    code = """
+import subprocess
+apart = subprocess.Popen(["sleep", "1234"], start_new_session=True)
+ask(("user", "a")); open("pid", "w").write(f"{os.getpid()} {apart.pid}"); time.sleep(1234)
+"""
     source = EnvironmentSource("process", (sys.executable, "raw.py", code), str(tmp_path))
     workers = EnvironmentWorkers(source, 1, call_s=60.0, memory_mib=2048)
     try:
@@ -238,12 +250,14 @@ async def test_a_program_ends_with_its_worker(tmp_path):
         )
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             await asyncio.sleep(0.05)
-        program = psutil.Process(int((tmp_path / "pid").read_text()))
+        program, apart = (psutil.Process(int(pid)) for pid in (tmp_path / "pid").read_text().split())
         (worker,) = workers.pids
         os.kill(worker, signal.SIGKILL)
         psutil.wait_procs([program], timeout=20)  # the loop of this process, which would kill it, does not run
         assert not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
         episode = await playing
+        psutil.wait_procs([apart], timeout=20)
+        assert not apart.is_running() or apart.status() == psutil.STATUS_ZOMBIE
     finally:
         workers.close()
     assert (episode.status, episode.cause) == (EpisodeStatus.FAILED, "its process died in `play`: signal SIGKILL")

@@ -3,6 +3,7 @@ named."""
 
 import asyncio
 import os
+import re
 import signal
 from itertools import count
 
@@ -18,7 +19,7 @@ from rlhfless.prepare.environment_trial import TrialSettings, try_environment
 from rlhfless.spec.errors import InputError
 
 NAUGHTY = """
-import asyncio, ctypes, os, time, tempfile, pathlib
+import asyncio, ctypes, os, socket, time
 from rlhfless.environments import ToolError, Turn
 
 class Naughty:
@@ -31,6 +32,11 @@ class Naughty:
             while True: pass
         if what == "sleep": time.sleep(10**6)
         if what == "wait": await asyncio.sleep(10**6)
+        if what == "socket":
+            server = socket.create_server(("127.0.0.1", 0))
+            socket.create_connection(server.getsockname()).recv(1)
+        if what == "fork":
+            while os.fork() or not time.sleep(10**6): time.sleep(0.01)
         if what == "exit": os._exit(3)
         if what == "leave": raise SystemExit(4)
         if what == "segfault": ctypes.string_at(0)
@@ -61,6 +67,7 @@ async def workers(tmp_path, monkeypatch):
         ("loop", "`do` took longer than call_s (1 s), and its process was killed"),
         ("sleep", "took longer than call_s"),
         ("wait", "took longer than call_s"),
+        ("socket", "took longer than call_s"),
         ("exit", "its process died in `do`: exit code 3"),
         ("segfault", "its process died in `do`: signal SIGSEGV"),
         ("leave", "`do` raised SystemExit: 4"),
@@ -120,21 +127,44 @@ async def test_a_cancelled_call_costs_its_process_only(workers):
         await session.reset(1, {})
 
 
-async def test_only_the_episodes_of_a_faulty_environment_fail(workers):
+async def test_only_the_episodes_of_a_faulty_environment_fail_and_each_is_named(tmp_path, monkeypatch):
+    """All at a time, so that none waits for another: a step takes `call_s` longer."""
+
     def call(what):
         return f'<tool_call>{{"name": "do", "arguments": {{"what": "{what}"}}}}</tool_call><|im_end|>'
 
-    chat = byte_format(workers.description.tools)
-    faults = ["a", "exit", "b", "loop", "none", "c"]
-    limits = EpisodeLimits(turns=2, retries=1)
-    play = (
-        play_episode(EpisodeTask("p", index, {}, index), Says([call(what)]), chat, workers, limits)
-        for index, what in zip(count(), faults)
-    )
-    episodes = await asyncio.gather(*play)
-    assert [episode.status is EpisodeStatus.FAILED for episode in episodes] == [False, True, False, True, True, False]
+    monkeypatch.setattr("rlhfless.environments.workers.MAX_PROCESSES", 40)
+    monkeypatch.setattr("rlhfless.environments.workers.WATCH_S", 0.05)
+    late = r"`do` took longer than call_s \(6 s\)"
+    faults = {
+        "exit": "exit code 3", "loop": late, "sleep": late, "socket": late, "none": "returned None",
+        "memory": "needed more memory than memory_mib", "fork": r"it had \d+ processes, more than 40, and was killed",
+    }  # fmt: skip
+    done = [*faults, "a", "b", "c"]
+    (tmp_path / "naughty.py").write_text(NAUGHTY)
+    pool = EnvironmentWorkers(EnvironmentSource(str(tmp_path / "naughty.py")), len(done), call_s=6.0, memory_mib=512)
+    try:
+        await pool.start()
+        chat, limits = byte_format(pool.description.tools), EpisodeLimits(turns=2, retries=0)
+        play = (
+            play_episode(EpisodeTask("p", index, {}, index), Says([call(what)]), chat, pool, limits)
+            for index, what in zip(count(), done)
+        )
+        episodes = await asyncio.gather(*play)
+    finally:
+        pool.close()
     assert all(episode.reward is None for episode in episodes)
-    assert [len(episode.failures) for episode in episodes] == [0, 2, 0, 2, 2, 0]
+    for what, episode in zip(done, episodes, strict=True):
+        if what in faults:
+            assert re.search(faults[what], episode.cause), (what, episode.cause)
+        assert (episode.status is EpisodeStatus.FAILED) == (what in faults), what
+
+
+async def test_a_failed_episode_is_played_again_on_another_worker(workers):
+    chat, limits = byte_format(workers.description.tools), EpisodeLimits(turns=2, retries=1)
+    model = Says(['<tool_call>{"name": "do", "arguments": {"what": "exit"}}</tool_call><|im_end|>'])
+    episode = await play_episode(EpisodeTask("p", 0, {}, 0), model, chat, workers, limits)
+    assert (episode.status, len(episode.failures)) == (EpisodeStatus.FAILED, 2)
 
 
 async def test_a_file_that_breaks_the_contract_is_refused_at_the_start(tmp_path):

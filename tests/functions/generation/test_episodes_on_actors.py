@@ -26,6 +26,7 @@ TEXTS = [
     '<tool_call>{"name": "add", "arguments": {"number": 4}}</tool_call><|im_end|>',
     "The sum is 7.<|im_end|>",
 ]
+ROW = {"prompt": "Hi", "what": "the list"}
 MADE: list[int] = []
 """Calls that an environment has executed."""
 
@@ -89,10 +90,10 @@ class Actor:
             if method == "about":
                 return self.sessions.description
             if method == "end":
-                return await self.sessions.close(*arguments)
+                return await self.sessions.end(*arguments)
             return await self.sessions.ask(arguments[0], call.attempt, *arguments[1:])
 
-        item = SampleItem("p", 0, (1, 2), seed=5, row={"prompt": "Hi", "what": "the list"}, prior=prior)
+        item = SampleItem("p", 0, (1, 2), seed=5, row=ROW, session=f"p/{self.temperature:g}", prior=prior)
         request = GenerateRequest(
             (item,), Sampling(2000, self.temperature), "v", "actor", 1.0, 60.0, 60.0, environment="environment-1"
         )
@@ -177,7 +178,7 @@ async def test_an_episode_that_waits_leaves_its_actor_and_returns_with_the_answe
             break
         left.append((response.episode.status, len(response.episode.turns), len(response.episode.calls)))
         prior = rollout_of(response)
-        await sessions.answered("p/0/5/1")
+        await sessions.answered("p/1")
     assert left == [(EpisodeStatus.WAITING, 1, 0), (EpisodeStatus.WAITING, 2, 1)]
     assert comparable(response) == comparable(whole)
     assert (MADE, turns) == ([3, 4], 3)
@@ -240,6 +241,19 @@ async def test_a_killed_driver_repeats_an_episode_and_its_calls_are_not_made_aga
     assert MADE == [3]
     again = await Actor(sessions, TEXTS).plays(attempt=2)
     assert (again.episode.reward, MADE) == (7.0, [3, 4])
+
+
+@pytest.mark.parametrize(("code", "texts"), [(Sums, TEXTS), (looped, ["one<|im_end|>", "four<|im_end|>"])])
+async def test_a_finished_episode_that_is_lost_with_its_actor_is_repeated_without_its_calls(code, texts):
+    sessions = sessions_of(code)
+    whole = await Actor(sessions, texts).plays()
+    made = list(MADE)
+    again = await Actor(sessions, texts).plays()
+    assert (comparable(again), MADE, len(sessions)) == (comparable(whole), made, 0)
+    with pytest.raises(EnvironmentFailed, match="the session has ended"):
+        await sessions.ask("p/1", 1, "call", 9, "add", {"number": 3})
+    await Actor(sessions, texts).plays()
+    assert made * 2 == MADE
 
 
 async def test_other_arguments_for_a_call_that_was_made_fail_the_session():
@@ -307,7 +321,7 @@ async def test_an_episode_is_shown_and_recorded_turn_by_turn():
     ]
 
 
-async def test_a_greedy_episode_with_the_same_seed_has_a_session_of_its_own():
+async def test_two_episodes_at_a_time_have_a_session_each():
     sessions = sessions_of(Sums)
     sampled, greedy = Actor(sessions, TEXTS), Actor(sessions, TEXTS, temperature=0.0)
     both = await asyncio.gather(sampled.plays(), greedy.plays())
