@@ -3,7 +3,8 @@
 Both stay within the token budget and give the same logprobs. The padded pass groups sequences of similar length. The
 packed pass has no padding, computes shared prefixes once, and groups the users of a prefix. It is chosen if it
 computes fewer tokens by a device-dependent factor, and always on GPUs (prefixes.packing.Packing). The choice is
-based on token counts, so that the same batch takes the same path in every run and gives the same weights.
+based on token counts, so that the same batch takes the same path in every run and gives the same weights. Sequences of
+several conversations are not packed: their conversations stay together, as the loss needs them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class MicroBatches:
 def cut(batch: PackedBatch, budget_tokens: int, *, packing: Packing) -> MicroBatches:
     """Cut a batch into micro-batches, packed where that pays."""
     padded = tuple(MicroBatch(indices) for indices in micro_batches(batch, budget_tokens))
-    if packing.pays_below and padded:
+    if packing.pays_below and padded and batch.conversations is batch:
         packed = _packed(batch, budget_tokens, packing)
         fed = batch.lengths[batch.response_lengths > 0] - 1
         computed = sum(len(part.packed.source) for part in packed if part.packed is not None)
@@ -125,7 +126,8 @@ def first_responses(batch: PackedBatch) -> IntArray:
 
 
 def prompt_tokens(batch: PackedBatch) -> int:
-    """Return the number of tokens before the first response token, over all sequences that have one."""
+    """Return the number of tokens before the first response token, over all conversations that have one."""
+    batch = batch.conversations
     return int(first_responses(batch)[batch.response_lengths > 0].sum())
 
 
@@ -139,5 +141,16 @@ def _prompt_tokens_of(batch: PackedBatch, part: MicroBatch) -> int:
 def micro_batches(batch: PackedBatch, budget_tokens: int) -> Iterator[IntArray]:
     """Yield index arrays `[sequences of a micro-batch]` of the sequences that have a response; see padded_parts."""
     answered = np.flatnonzero(batch.response_lengths > 0)
-    for part in padded_parts(batch.lengths[answered] - 1, budget_tokens):
+    for part in padded_parts(_padded_lengths(batch)[answered], budget_tokens):
         yield answered[part]
+
+
+def _padded_lengths(batch: PackedBatch) -> IntArray:
+    """Return the tokens of each sequence that are fed to a padded pass: its conversations, each as long as the
+    longest, `[sequences]`."""
+    each = batch.conversations
+    if each is batch:
+        return batch.lengths - 1
+    of, longest = batch.sequence_id[each.starts], np.zeros(batch.sequences, dtype=np.int64)
+    np.maximum.at(longest, of, each.lengths - 1)
+    return longest * np.bincount(of, minlength=batch.sequences)

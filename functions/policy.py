@@ -172,6 +172,7 @@ def response_outputs(
     single token is run and the outputs are empty: each rank of a sharded model must take part in every pass and its
     backward pass.
     """
+    batch = batch.conversations
     if not batch.response_mask.any():
         token = torch.zeros(1, dtype=torch.int64, device=policy.device)
         return tuple(each[:0] for each in policy.inside(_passed, policy, token[None], token, token, outputs))
@@ -231,7 +232,7 @@ def outputs_of(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, part
     for micro_batch in policy.in_step(parts):
         part = select(batch, micro_batch.indices)
         first, *_ = response_outputs(policy, part, outputs, micro_batch.packed)
-        source = np.repeat(batch.starts[micro_batch.indices], part.lengths) + part.positions
+        source = batch.tokens_of(micro_batch.indices)
         values[source[part.response_mask]] = first.cpu().numpy()
     policy.settle()
     return values

@@ -50,7 +50,7 @@ def share_outputs(
     parts = cut(own, budget_tokens, packing=policy.packing)
     values = outputs_of(policy, own, outputs, parts.parts)
     everything = np.zeros(len(batch.tokens), dtype=values.dtype)
-    everything[np.repeat(batch.starts[share], own.lengths) + own.positions] = values
+    everything[batch.tokens_of(share)] = values
     return everything, prompt_tokens(own) - parts.prompt_tokens
 
 

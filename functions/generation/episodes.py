@@ -92,7 +92,7 @@ class EpisodeRollouter:
         episode = EpisodeTask(item.prompt_id, item.sample_index, item.row, item.seed, messages=self._messages(item))
         past, prior = past_of(item.prior)
         played: list[Event] = list(past)
-        model = _Model(task, past, prior)
+        model = _Model(task, played, prior)
 
         async def keep(event: Event) -> None:
             if isinstance(event, Restarted):
@@ -154,25 +154,23 @@ class _TurnAborted(SessionLeft):
 class _Model:
     """The engine as an episode's model."""
 
-    def __init__(self, task: SampleTask, past: Sequence[Event], prior: PriorTurn) -> None:
-        """`past`: the finished turns of earlier actors. `prior`: what they generated of the next one."""
-        self._task, self._prior = task, prior
-        self._turn = sum(isinstance(event, ModelSegment) for event in past)
-        first = past[0] if past else None
-        self._opening = len(first.token_ids) if isinstance(first, ContextSegment) else None
+    def __init__(self, task: SampleTask, played: Sequence[Event], prior: PriorTurn) -> None:
+        """`played`: the events so far, to which others are added. `prior`: what an earlier actor generated of the next
+        turn."""
+        self._task, self._played, self._prior = task, played, prior
 
     def restart(self) -> None:
-        """Forget the turns so far."""
-        self._prior, self._turn, self._opening = PriorTurn(), 0, None
+        """Forget what an earlier actor generated."""
+        self._prior = PriorTurn()
 
     async def generate(self, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> GeneratedTurn:
         """See Model. Raises _TurnAborted."""
         context, prior = tuple(token_ids), self._prior
         self._prior = PriorTurn()
-        self._opening = len(context) if self._opening is None else self._opening
+        before = [event for event in self._played if isinstance(event, ContextSegment | ModelSegment)]
         sampled = await continued(
             self._task.generate, context, prior, seed=seed, max_tokens=max_tokens,
-            response=len(context) - self._opening,
+            response=sum(len(segment.token_ids) for segment in before[1:]),
         )  # fmt: skip
         generated = GeneratedTurn(
             sampled.token_ids,
@@ -184,9 +182,9 @@ class _Model:
         )
         if sampled.finish_reason is FinishReason.ABORT:
             now_s = unix_s()
-            partial = ModelSegment(self._turn, seed, generated, sampled.text, Parsed.UNFINISHED, now_s, now_s)
+            turn = sum(isinstance(segment, ModelSegment) for segment in before)
+            partial = ModelSegment(turn, seed, generated, sampled.text, Parsed.UNFINISHED, now_s, now_s)
             raise _TurnAborted([partial] if sampled.token_ids else [])
-        self._turn += 1
         return generated
 
 
@@ -198,7 +196,7 @@ def past_of(prior: Rollout | None) -> tuple[list[Event], PriorTurn]:
     events: list[Event] = [ContextSegment(Origin.PROMPT, episode.opening)]
     for number, turn in enumerate(episode.turns):
         if turn.start > at:
-            events.append(ContextSegment(Origin.TOOL, _ids(prior, at, turn.start)))
+            events.append(ContextSegment(Origin.TOOL, _ids(prior, at, turn.start), conversation=turn.conversation))
         at = turn.end
         if turn.finish_reason == FinishReason.ABORT:
             part = prior.part(turn.start, turn.end)
@@ -229,7 +227,10 @@ def _segment_of(prior: Rollout, number: int, turn: EpisodeTurn) -> ModelSegment:
         prior.actor,
         cached_tokens=turn.cached_tokens,
     )
-    return ModelSegment(number, turn.seed, generated, turn.text, Parsed(turn.parsed), turn.started_s, turn.ended_s)
+    return ModelSegment(
+        number, turn.seed, generated, turn.text, Parsed(turn.parsed), turn.started_s, turn.ended_s,
+        conversation=turn.conversation,
+    )  # fmt: skip
 
 
 def _ids(rollout: Rollout, start: int, end: int) -> tuple[int, ...]:

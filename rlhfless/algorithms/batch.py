@@ -1,12 +1,14 @@
 """The learner's data: all sequences of a step, packed into one dimension of tokens.
 
 A sequence is a sample: its prompt, then the generated tokens, interleaved with an environment's tokens. Sequences are
-sorted by (prompt id, sample index), so the batch is independent of the order in which they finished.
+sorted by (prompt id, sample index), so the batch is independent of the order in which they finished. A sequence may
+have several *conversations*, one after another, as those of sub-agents: for the loss they are one sequence, and the
+network reads each by itself (`conversations`).
 
 Invariants of a `PackedBatch`:
 
-- The value at index t belongs to `tokens[t]` given the tokens before it in its sequence. `response_mask` marks the
-  generated tokens; all others hold 0. It may be any mask that excludes the first token of each sequence.
+- The value at index t belongs to `tokens[t]` given the tokens before it in its conversation. `response_mask` marks the
+  generated tokens; all others hold 0. It may be any mask that excludes the first token of each conversation.
 - `sequence_id` counts 0, 1, 2, ... and does not decrease; `group_id` counts 0, 1, 2, ... by first appearance.
 - Three kinds of logprobs are never mixed: *rollout* (the engine's at sampling), *old* (the policy before the step's
   first update), *reference* (the frozen policy). The *current* ones exist only inside the learner.
@@ -30,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.records import FloatArray, GivenSegment, Group, IntArray, Sample
+from rlhfless.records import FloatArray, GivenSegment, Group, IntArray, Sample, Source
 from rlhfless.util.errors import UserError
 
 BoolArray = npt.NDArray[np.bool_]
@@ -98,7 +100,7 @@ class PackedBatch:
     """Sequences packed into one dimension. See the module docstring for the invariants."""
 
     tokens: IntArray  # [tokens]
-    positions: IntArray  # [tokens], from 0 in each sequence
+    positions: IntArray  # [tokens], from 0 in each conversation
     sequence_id: IntArray  # [tokens]
     group_id: IntArray  # [tokens]
     response_mask: BoolArray  # [tokens]
@@ -136,7 +138,22 @@ class PackedBatch:
     @property
     def starts(self) -> IntArray:
         """Index of each sequence's first token, `[sequences]`."""
-        return np.flatnonzero(self.positions == 0)
+        return np.flatnonzero(np.diff(self.sequence_id, prepend=-1))
+
+    @property
+    def conversations(self) -> PackedBatch:
+        """The same tokens with each conversation as a sequence of its own, for the network, which has no use for
+        columns. The batch itself if no sequence has several."""
+        begins = self.positions == 0
+        if int(begins.sum()) == self.sequences:
+            return self
+        own: dict[str, Any] = {name: None for name, column in declared(type(self)).items() if not column.per_token}
+        return dataclasses.replace(self, sequence_id=np.cumsum(begins) - 1, **own)
+
+    def tokens_of(self, sequence_indices: IntArray) -> IntArray:
+        """Return the indices of the tokens of these sequences, in that order."""
+        lengths = self.lengths[sequence_indices]
+        return np.repeat(self.starts[sequence_indices], lengths) + _counts_from_zero(lengths)
 
     @property
     def lengths(self) -> IntArray:
@@ -235,6 +252,12 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     generated = np.array([not isinstance(segment, GivenSegment) for segment in segments])
     response_mask = np.repeat(generated, segment_lengths)
     lengths = np.array([sample.tokens for sample in samples])
+    begins = [
+        not number or (isinstance(segment, GivenSegment) and segment.source is Source.PROMPT)
+        for sample in samples
+        for number, segment in enumerate(sample.segments)
+    ]
+    conversations = np.add.reduceat(segment_lengths, np.flatnonzero(begins))
     sizes = np.array([len(group.samples) for group in ordered])
     known = declared(PackedBatch)
     columns: dict[str, Any] = {
@@ -247,7 +270,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     batch = PackedBatch(
         own=own,
         tokens=np.concatenate([segment.token_ids for segment in segments]).astype(np.int64, copy=False),
-        positions=_counts_from_zero(lengths),
+        positions=_counts_from_zero(conversations),
         sequence_id=np.repeat(np.arange(len(samples)), lengths),
         group_id=np.repeat(np.repeat(np.arange(len(ordered)), sizes), lengths),
         response_mask=response_mask,
@@ -274,9 +297,7 @@ def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
     indices = np.asarray(sequence_indices, dtype=np.int64)
     if len(np.unique(indices)) != len(indices):
         raise ValueError(f"a sequence is selected twice in {indices.tolist()}")
-    lengths = batch.lengths[indices]
-    positions = _counts_from_zero(lengths)
-    source = np.repeat(batch.starts[indices], lengths) + positions
+    lengths, source = batch.lengths[indices], batch.tokens_of(indices)
     groups = _ids_by_first_appearance(batch.sequence_groups[indices])
     known = declared(type(batch))
     columns = {
@@ -285,7 +306,7 @@ def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
     return dataclasses.replace(
         batch,
         tokens=batch.tokens[source],
-        positions=positions,
+        positions=batch.positions[source],
         sequence_id=np.repeat(np.arange(len(indices)), lengths),
         group_id=np.repeat(groups, lengths),
         response_mask=batch.response_mask[source],

@@ -138,7 +138,7 @@ def _figures(episode: Trajectory) -> dict[str, Any]:
         "status": str(episode.status),
         "reward": episode.reward,
         "parts": dict(episode.parts),
-        "refused_requests": episode.refused,
+        "conversations": len({turn.conversation for turn in episode.turns}),
         "turns": len(episode.turns),
         "calls": len(episode.calls),
         "invalid_calls": invalid + sum(turn.parsed.value in ("invalid", "unfinished") for turn in episode.turns),

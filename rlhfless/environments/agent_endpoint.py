@@ -1,7 +1,6 @@
 """An HTTP endpoint for the program of one episode: OpenAI's chat completions and Anthropic's messages.
 
-It listens on this machine only, with a key of its own. Each request is a turn of the episode (`model.chat`), so it must
-extend the conversation.
+It listens on this machine only, with a key of its own. Each request is a turn of the episode (`model.chat`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhfless.environments import anthropic_dialect, openai_dialect
-from rlhfless.environments.contract import ConversationChanged, EpisodeOver
+from rlhfless.environments.contract import EpisodeOver
 from rlhfless.environments.conversation import ConversationModel
 from rlhfless.util.text import parsed_json
 
@@ -93,8 +92,6 @@ class AgentEndpoint:
                 raise ValueError("the body is no JSON object")
             asked = dialect.parsed(body)
             message = await self._model.chat(asked.messages, asked.tools, asked.max_tokens)
-        except ConversationChanged as error:
-            return _problem(_REFUSED, str(error), "conversation_changed")
         except EpisodeOver as error:
             return _problem(_REFUSED, str(error), "episode_over")
         except ValueError as error:

@@ -57,7 +57,7 @@ def agent_program(command: Sequence[str], folder: str | None) -> Callable[..., A
                 code, printed, said = await _run(arguments, folder or os.path.join(own, WORK), variables)
         result = result_of(printed)
         if code and not (model.is_over and result is None):
-            raise EnvironmentFailed(_cause(command, code, said, model.refused))
+            raise EnvironmentFailed(_cause(command, code, said))
         return result
 
     return play
@@ -164,7 +164,6 @@ async def _run(arguments: Sequence[str], folder: str, variables: Mapping[str, st
     return code, program.printed.decode("utf-8", "replace"), program.said.decode("utf-8", "replace")
 
 
-def _cause(command: Sequence[str], code: int, said: str, refused: int) -> str:
+def _cause(command: Sequence[str], code: int, said: str) -> str:
     end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    requests = f"; {refused} of its requests did not extend the conversation and were refused" if refused else ""
-    return f"`{' '.join(command)[:SHOWN_CHARACTERS]}` ended with {end}{requests}: {said.strip()[-SHOWN_CHARACTERS:]}"
+    return f"`{' '.join(command)[:SHOWN_CHARACTERS]}` ended with {end}: {said.strip()[-SHOWN_CHARACTERS:]}"

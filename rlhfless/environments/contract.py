@@ -40,10 +40,6 @@ class EpisodeOver(Exception):
     """Raised by `model.turn` in the user's own loop, at a limit of the episode."""
 
 
-class ConversationChanged(Exception):
-    """Raised by `model.chat` in the user's own loop: the messages do not extend the conversation."""
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The answer to a turn, with its own reward."""

@@ -1,7 +1,7 @@
-"""What a user's own loop talks to: the model, as turns that extend one conversation.
+"""What a user's own loop talks to: the model, as turns of one or several conversations.
 
-The tokens of a turn are kept, so a conversation can only grow. A request whose messages change what was said before, or
-start another conversation, would have to be rendered anew; it is refused and counted.
+The tokens of a turn are kept, so a conversation only grows. Messages that change what was said before, or have nothing
+to do with it, begin another conversation, which is rendered anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfless.chat.messages import ASSISTANT, DataFault, Message, ToolCall, conversation, tools_of
-from rlhfless.environments.contract import ConversationChanged, EpisodeOver
+from rlhfless.environments.contract import EpisodeOver
 from rlhfless.environments.protocol import ModelAnswer, ModelAsked
 from rlhfless.environments.tool_messages import tool_message
 from rlhfless.spec.explain import shown
@@ -46,98 +46,35 @@ class ModelMessage:
     role: str = ASSISTANT
 
 
-class ConversationModel:
-    """The model of one episode."""
+class _Conversation:
+    """Messages that grow, and the model's turns among them."""
 
-    def __init__(self, ask: Callable[[ModelAsked], Awaitable[ModelAnswer | None]]) -> None:
-        self._ask = ask
-        self._lock = asyncio.Lock()
-        self._messages: list[Message] = []
-        self._tools: list[dict[str, Any]] = []
-        self._last: ModelMessage | None = None
+    def __init__(self, number: int, tools: list[dict[str, Any]]) -> None:
+        self.number = number
+        self.tools = tools
+        self.messages: list[Message] = []
+        self.turns: list[tuple[int, ModelMessage]] = []
+        """Each with the number of messages before it."""
         self._calls: tuple[ToolCall, ...] = ()
         """Calls of the last turn."""
-        self.turns = 0
-        self.refused = 0
-        """Requests that did not extend the conversation."""
-        self.is_over = False
-        """A limit of the episode was reached."""
 
-    async def turn(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        max_tokens: int | None = None,
-    ) -> ModelMessage:
-        """Add messages to the conversation, and return the model's next turn.
+    def add(self, added: Sequence[Message], answer: ModelMessage, message: Message) -> None:
+        """Add messages and the model's turn after them."""
+        self.messages += added
+        self.turns.append((len(self.messages), answer))
+        self.messages.append(message)
+        self._calls = message.calls
 
-        `tools`: schemas as in OpenAI's API, given with the first turn. `max_tokens`: limit of this turn, besides
-        `turn_tokens`. Raises EpisodeOver at a limit of the episode, ValueError for messages that cannot be used.
-        """
-        async with self._lock:
-            added = _parsed(messages)
-            if self.turns and any(message.role == ASSISTANT for message in added):
-                raise ValueError(
-                    "`model.turn` adds messages, and the model's own are there already; `model.chat` takes all of them"
-                )
-            return await self._next(added, tools, max_tokens)
+    def takes(self, tools: list[dict[str, Any]] | None) -> bool:
+        """Whether a request has the tools of the first turn, which the model has read. None: it names none."""
+        return tools is None or tools == self.tools
 
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        max_tokens: int | None = None,
-    ) -> ModelMessage:
-        """Return the model's next turn after a whole conversation, as OpenAI's API does.
+    def answered(self, messages: Sequence[Message]) -> ModelMessage | None:
+        """Return the turn after exactly these messages, if there is one."""
+        found = (turn for before, turn in self.turns if _same(messages, self.messages[:before]))
+        return next(found, None)
 
-        The conversation must extend the previous one; see `turn`. The same messages again get the same answer, so a
-        client may repeat a request. Raises ConversationChanged.
-        """
-        async with self._lock:
-            whole = _parsed(messages)
-            if self._last is not None and _same(whole, self._messages[:-1]):
-                return self._last
-            before = self._messages
-            if not _same(whole[: len(before)], before):
-                self.refused += 1
-                raise ConversationChanged(_difference(before, whole))
-            return await self._next(whole[len(before) :], tools, max_tokens)
-
-    async def _next(
-        self, added: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, max_tokens: int | None
-    ) -> ModelMessage:
-        if not added:
-            raise ValueError("there is no message after the model's last turn; add one")
-        if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens < 1):
-            raise ValueError(f"`max_tokens` is {shown(max_tokens)}; it must be at least 1, or left out")
-        schemas = _schemas(tools)
-        if self.turns and schemas is not None and schemas != self._tools:
-            self.refused += 1
-            raise ConversationChanged("the tools differ from those of the first turn, which the model has read")
-        asked = self._as_results(added)
-        if self.is_over:
-            raise EpisodeOver("the episode has reached a limit")
-        answer = await self._ask(ModelAsked(tuple(asked), tuple(schemas or ()), max_tokens))
-        if answer is None:
-            self.is_over = True
-            raise EpisodeOver("the episode has reached a limit")
-        self._tools = (schemas or []) if not self.turns else self._tools
-        self._messages += [*added, answer.message]
-        self._calls = answer.message.calls
-        self._last = self._read(answer)
-        self.turns += 1
-        return self._last
-
-    def _read(self, answer: ModelAnswer) -> ModelMessage:
-        calls = tuple(
-            CalledTool(f"call_{self.turns}_{index}", call.name, call.arguments)
-            for index, call in enumerate(answer.message.calls)
-        )
-        reason = "length" if answer.is_cut else "tool_calls" if calls else "stop"
-        message = answer.message
-        return ModelMessage(message.text, message.thought, calls, reason, answer.context_tokens, answer.tokens)
-
-    def _as_results(self, added: Sequence[Message]) -> list[Message]:
+    def as_results(self, added: Sequence[Message]) -> list[Message]:
         """Return messages with the results of the last turn's calls in the order of the calls, as templates need them.
 
         Raises ValueError unless each call has one result.
@@ -147,7 +84,7 @@ class ConversationModel:
             return list(added)
         if len(results) != len(self._calls):
             raise ValueError(f"the model made {len(self._calls)} tool calls, and {len(results)} results follow")
-        ids = [called.id for called in self._last.tool_calls] if self._last else []
+        ids = [called.id for called in self.turns[-1][1].tool_calls]
         given = [result.further.get("tool_call_id") for result in results]
         if any(given):
             if sorted(map(str, given)) != sorted(ids):
@@ -158,6 +95,93 @@ class ConversationModel:
             for index, (call, result) in enumerate(zip(self._calls, results, strict=True))
         ]
         return [*written, *(message for message in added if message.role != TOOL)]
+
+
+class ConversationModel:
+    """The model of one episode."""
+
+    def __init__(self, ask: Callable[[ModelAsked], Awaitable[ModelAnswer | None]]) -> None:
+        self._ask = ask
+        self._lock = asyncio.Lock()
+        self._conversations: list[_Conversation] = []
+        self.turns = 0
+        self.is_over = False
+        """A limit of the episode was reached."""
+
+    async def turn(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+    ) -> ModelMessage:
+        """Add messages to the first conversation, and return the model's next turn.
+
+        `tools`: schemas as in OpenAI's API, given with the first turn. `max_tokens`: limit of this turn, besides
+        `turn_tokens`. Raises EpisodeOver at a limit of the episode, ValueError for messages that cannot be used.
+        """
+        async with self._lock:
+            added, schemas = _parsed(messages), _schemas(tools)
+            if not self._conversations:
+                return await self._next(_Conversation(0, schemas or []), added, max_tokens)
+            first = self._conversations[0]
+            if any(message.role == ASSISTANT for message in added):
+                raise ValueError(
+                    "`model.turn` adds messages, and the model's own are there already; `model.chat` takes all of them"
+                )
+            if not first.takes(schemas):
+                raise ValueError("the tools differ from those of the first turn, which the model has read")
+            return await self._next(first, added, max_tokens)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+    ) -> ModelMessage:
+        """Return the model's next turn after a whole conversation, as OpenAI's API does.
+
+        It continues the conversation that it extends. Other messages begin a new one: of a sub-agent, or with a
+        shortened history. The same messages again get the same answer, so a client may repeat a request.
+        """
+        async with self._lock:
+            whole, schemas = _parsed(messages), _schemas(tools)
+            like = [each for each in self._conversations if each.takes(schemas)]
+            for each in like:
+                if (answer := each.answered(whole)) is not None:
+                    return answer
+            extended = [each for each in like if _same(whole[: len(each.messages)], each.messages)]
+            if not extended:
+                return await self._next(_Conversation(len(self._conversations), schemas or []), whole, max_tokens)
+            longest = max(extended, key=lambda each: len(each.messages))
+            return await self._next(longest, whole[len(longest.messages) :], max_tokens)
+
+    async def _next(self, of: _Conversation, added: Sequence[Message], max_tokens: int | None) -> ModelMessage:
+        if not added:
+            raise ValueError("there is no message after the model's last turn; add one")
+        if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens < 1):
+            raise ValueError(f"`max_tokens` is {shown(max_tokens)}; it must be at least 1, or left out")
+        asked = of.as_results(added)
+        if self.is_over:
+            raise EpisodeOver("the episode has reached a limit")
+        answer = await self._ask(ModelAsked(tuple(asked), tuple(of.tools), max_tokens, of.number))
+        if answer is None:
+            self.is_over = True
+            raise EpisodeOver("the episode has reached a limit")
+        if of.number == len(self._conversations):
+            self._conversations.append(of)
+        read = self._read(answer)
+        of.add(added, read, answer.message)
+        self.turns += 1
+        return read
+
+    def _read(self, answer: ModelAnswer) -> ModelMessage:
+        calls = tuple(
+            CalledTool(f"call_{self.turns}_{index}", call.name, call.arguments)
+            for index, call in enumerate(answer.message.calls)
+        )
+        reason = "length" if answer.is_cut else "tool_calls" if calls else "stop"
+        message = answer.message
+        return ModelMessage(message.text, message.thought, calls, reason, answer.context_tokens, answer.tokens)
 
 
 def _parsed(messages: Any) -> list[Message]:
@@ -193,18 +217,3 @@ def _is_same(one: Message, other: Message) -> bool:
 def _comparable(call: ToolCall) -> tuple[str, str]:
     arguments = call.arguments
     return call.name, arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True)
-
-
-def _difference(before: Sequence[Message], given: Sequence[Message]) -> str:
-    """Say where messages leave the conversation."""
-    for number, message in enumerate(before, 1):
-        if number > len(given):
-            return (
-                f"the conversation has {len(before)} messages so far, and the request the first {len(given)} of them; "
-                "a request extends all messages before it"
-            )
-        other = given[number - 1]
-        if not _is_same(message, other):
-            was, now = (f"{each.role} {shown(each.text[:200])}" for each in (message, other))
-            return f"message {number} was {was}, and is now {now}; a request extends all messages before it"
-    raise AssertionError("they differ")

@@ -105,7 +105,6 @@ async def play_episode(
             status=status,
             reward=None if status is EpisodeStatus.FAILED else episode.reward,
             parts=episode.parts,
-            refused=episode.refused,
             environment=environments.description.name,
             digest=environments.description.digest,
             cause=cause,
@@ -157,7 +156,8 @@ class _Episode:
         self._environment = RecoveredEnvironment(environments, task, limits, failures)
         self._write = journal
         self._tools: Sequence[Any] = ()
-        self._tokens: list[int] = []
+        self._read: dict[int, list[int]] = {}
+        """By conversation: what the model has read and written."""
         self._invalid_turns = 0
         self._has_past = bool(past)
         self._past_turns = [event for event in past if isinstance(event, ModelSegment)]
@@ -168,7 +168,6 @@ class _Episode:
         self.calls: list[EnvironmentCall] = []
         self.reward: float | None = None
         self.parts: Mapping[str, float] = {}
-        self.refused = 0
 
     async def play(self, deadline_s: float) -> EpisodeStatus:
         """Raises EnvironmentFailed."""
@@ -210,7 +209,8 @@ class _Episode:
     async def _own_loop(self) -> EpisodeStatus:
         """Run the user's `play`; its messages are the given segments."""
         ended: list[EpisodeStatus] = []
-        last: list[tuple[ReadTurn, ModelSegment]] = []
+        last: dict[int, tuple[ReadTurn, ModelSegment]] = {}
+        tools: dict[int, Sequence[Any]] = {}
         since_s = monotonic_s()
 
         async def turn(asked: ModelAsked) -> ModelAnswer | None:
@@ -218,16 +218,18 @@ class _Episode:
             try:
                 if len(self._model_turns()) >= self._limits.turns:
                     raise _Ended(EpisodeStatus.TURNS)
-                if last:
-                    await self._note(last[0][0], asked.messages, monotonic_s() - since_s)
+                of = asked.conversation
+                if of in last:
+                    self._tools = tools[of]
+                    await self._note(*last[of], asked.messages, monotonic_s() - since_s)
                     is_results = all(message.role == "tool" for message in asked.messages)
-                    await self._give(Origin.TOOL if is_results else Origin.USER, *last[0], asked.messages)
+                    await self._give(Origin.TOOL if is_results else Origin.USER, *last[of], asked.messages)
                 else:
-                    self._tools = asked.tools
+                    self._tools = tools[of] = asked.tools
                     self._chat.check(self._tools)
-                    await self._begin((), asked.messages, self._limits.context_tokens)
-                context_tokens = len(self._tokens)
-                last[:] = [await self._generate(asked.max_tokens)]
+                    await self._begin((), asked.messages, self._limits.context_tokens, of)
+                context_tokens = len(self._read[of])
+                last[of] = await self._generate(asked.max_tokens, of)
             except _Ended as end:
                 ended[:] = [end.status]
                 return None
@@ -238,15 +240,15 @@ class _Episode:
             except InputError as error:
                 raise EnvironmentFailed(str(error)) from error
             since_s = monotonic_s()
-            read, segment = last[0]
+            read, segment = last[of]
             is_cut = segment.generated.finish_reason is FinishReason.LENGTH
             return ModelAnswer(read.message, is_cut, context_tokens, len(segment.token_ids))
 
         result = await self._environment.play(turn)
-        self.reward, self.parts, self.refused = result.reward, result.parts, result.refused
+        self.reward, self.parts = result.reward, result.parts
         return ended[0] if ended else EpisodeStatus.DONE
 
-    async def _note(self, turn: ReadTurn, added: Sequence[Message], wait_s: float) -> None:
+    async def _note(self, turn: ReadTurn, of: ModelSegment, added: Sequence[Message], wait_s: float) -> None:
         """Record the messages of the user's own loop after a turn: results of its calls, and others as observations."""
         calls = iter(turn.message.calls)
         for message in added:
@@ -255,9 +257,8 @@ class _Episode:
             number = len(self.calls) + 1
             await self._journal((number, tool, arguments))
             answer = Answer(message.text)
-            at = len(self._model_turns()) - 1
             self.calls.append(
-                EnvironmentCall(number, at, tool, arguments, answer, wait_s, call.call_id if call else None)
+                EnvironmentCall(number, of.turn, tool, arguments, answer, wait_s, call.call_id if call else None)
             )
             await self._journal(self.calls[-1])
             wait_s = 0.0
@@ -267,25 +268,27 @@ class _Episode:
         if self._has_past and not (self._description.replayable or self._environment.resumed):
             raise _SessionLost("its session is gone, and its environment is not replayable")
 
-    async def _begin(self, prompt: Sequence[Message], added: Sequence[Message], most: int) -> None:
+    async def _begin(self, prompt: Sequence[Message], added: Sequence[Message], most: int, of: int = 0) -> None:
         given = self._chat.opening(prompt, added, self._tools, most)
-        await self._add(ContextSegment(Origin.PROMPT, given.token_ids, given.bodies))
+        if of and sum(map(len, self._read.values())) + len(given.token_ids) >= self._limits.context_tokens:
+            raise _Ended(EpisodeStatus.TOKENS)
+        await self._add(ContextSegment(Origin.PROMPT, given.token_ids, given.bodies, of))
 
-    async def _generate(self, max_tokens: int | None = None) -> tuple[ReadTurn, ModelSegment]:
-        """Return the model's next turn. Raises _Ended if there is no room for it."""
+    async def _generate(self, max_tokens: int | None = None, of: int = 0) -> tuple[ReadTurn, ModelSegment]:
+        """Return the model's next turn in a conversation. Raises _Ended if there is no room for it."""
         number = len(self._model_turns())
         most = self._limits.turn_tokens if max_tokens is None else min(self._limits.turn_tokens, max_tokens)
-        room = min(most, self._limits.context_tokens - len(self._tokens))
+        room = min(most, self._limits.context_tokens - sum(map(len, self._read.values())))
         if room < 1:
             raise _Ended(EpisodeStatus.TOKENS)
         if number < len(self._past_turns):
-            segment = replace(self._past_turns[number], reward=None)
+            segment = replace(self._past_turns[number], reward=None, conversation=of)
             await self._add(segment)
             return self._chat.read(segment.token_ids, segment.generated.finish_reason, self._tools), segment
         seed, started_s = self._task.turn_seed(number), unix_s()
-        generated = await self._model.generate(tuple(self._tokens), seed=seed, max_tokens=room)
+        generated = await self._model.generate(tuple(self._read[of]), seed=seed, max_tokens=room)
         turn = self._chat.read(generated.token_ids, generated.finish_reason, self._tools)
-        segment = ModelSegment(number, seed, generated, turn.text, turn.parsed, started_s, unix_s())
+        segment = ModelSegment(number, seed, generated, turn.text, turn.parsed, started_s, unix_s(), conversation=of)
         await self._add(segment)
         return turn, segment
 
@@ -335,7 +338,7 @@ class _Episode:
             first = len(self.calls) - len(given.cut_tokens)
             for index, cut in enumerate(given.cut_tokens):
                 self.calls[first + index] = replace(self.calls[first + index], cut_tokens=cut)
-        await self._add(ContextSegment(origin, given.token_ids, given.bodies))
+        await self._add(ContextSegment(origin, given.token_ids, given.bodies, segment.conversation))
 
     async def _add(self, segment: Segment) -> None:
         """Raises NotReplayable or _SessionLost for a context that is not that of `past`."""
@@ -346,7 +349,7 @@ class _Episode:
                     raise _SessionLost("its loop was run again, and gave other messages")
                 raise NotReplayable(0, "")
         self.segments.append(segment)
-        self._tokens += segment.token_ids
+        self._read.setdefault(segment.conversation, []).extend(segment.token_ids)
         await self._journal(segment)
 
     async def _journal(self, event: Event) -> None:

@@ -34,11 +34,13 @@ class ModelAsked:
     """A user's own loop asks for a turn of the model; the parent replies with a ModelAnswer, or None at a limit."""
 
     messages: tuple[Message, ...]
-    """What is new in the conversation."""
+    """What is new in its conversation."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Schemas of the tools that the model may call. They are the same in all turns of an episode."""
+    """Schemas of the tools that the model may call. They are the same in all turns of a conversation."""
     max_tokens: int | None = None
     """Limit of this turn, besides `turn_tokens`."""
+    conversation: int = 0
+    """Which one it is; a new number begins a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,6 @@ class PlayResult:
     """None: `rewards` score the episode."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further numbers, which are recorded."""
-    refused: int = 0
-    """Requests that did not extend the conversation, and were refused."""
 
 
 class EnvironmentSession(Protocol):

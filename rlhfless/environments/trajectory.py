@@ -112,6 +112,7 @@ class ModelSegment:
     ended_s: float
     reward: float | None = None
     """Sum of the rewards of this turn's answers."""
+    conversation: int = 0
 
     @property
     def token_ids(self) -> Tokens:
@@ -126,6 +127,8 @@ class ContextSegment:
     token_ids: Tokens
     bodies: tuple[tuple[int, int], ...] = ()
     """Positions [start, end) of the environment's own text; the others are the chat template's."""
+    conversation: int = 0
+    """The model reads it before the next turn of this conversation."""
 
 
 Segment = ContextSegment | ModelSegment
@@ -133,7 +136,8 @@ Segment = ContextSegment | ModelSegment
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One episode. The first segment is the prompt."""
+    """One episode. The first segment is the prompt. Segments are in the order of time, those of several conversations
+    among each other."""
 
     key: tuple[str, int]
     """(prompt id, sample index)."""
@@ -144,8 +148,6 @@ class Trajectory:
     """None: `rewards` score it, or it failed."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further numbers that the user's own loop returned."""
-    refused: int = 0
-    """Requests that did not extend the conversation, and were refused."""
     environment: str = ""
     digest: str = ""
     cause: str = ""
@@ -197,6 +199,7 @@ class Trajectory:
                 ended_s=turn.ended_s,
                 cached_tokens=turn.generated.cached_tokens,
                 reward=turn.reward,
+                conversation=turn.conversation,
             )
             for start, turn in self.model_turns
         )
@@ -223,7 +226,6 @@ class Trajectory:
             status=self.status,
             reward=self.reward,
             parts=self.parts,
-            refused=self.refused,
             environment=self.environment,
             digest=self.digest,
             cause=self.cause,
@@ -231,12 +233,13 @@ class Trajectory:
         )
 
     def prompts(self) -> Iterator[tuple[Tokens, ModelSegment]]:
-        """Yield each turn with all tokens before it."""
-        before: Tokens = ()
+        """Yield each turn with all tokens before it in its conversation."""
+        before: dict[int, Tokens] = {}
         for segment in self.segments:
+            read = before.get(segment.conversation, ())
             if isinstance(segment, ModelSegment):
-                yield before, segment
-            before += segment.token_ids
+                yield read, segment
+            before[segment.conversation] = read + segment.token_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,7 +119,7 @@ class LocalSession:
             result = None
         if not model.turns and not model.is_over:
             raise EnvironmentFailed("`play` ended without a turn of the model, so there is nothing to learn")
-        return replace(_played(result), refused=model.refused)
+        return _played(result)
 
     async def close(self) -> None:
         done, self._object = self._object, None

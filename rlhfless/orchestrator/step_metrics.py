@@ -55,7 +55,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "invalid_calls": sum(call.outcome == "invalid" for call in calls) / max(len(calls), 1),
         "environment_wait_mean_s": fmean(episode.wait_s for episode in episodes),
         "environment_failures": float(sum(len(episode.failures) for episode in episodes)),
-        "refused_requests": fmean(episode.refused for episode in episodes),
+        "conversations_mean": fmean(episode.conversations for episode in episodes),
         **{f"episodes/{status}": count / len(episodes) for status, count in sorted(ended.items())},
     }
 

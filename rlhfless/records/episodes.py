@@ -52,6 +52,8 @@ class EpisodeTurn:
     """Tokens of its context from the prefix cache."""
     reward: float | None = None
     """Sum of the rewards of this turn's answers."""
+    conversation: int = 0
+    """Its conversation. What the model read is the tokens of this conversation before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,6 @@ class Episode:
     """Causes of failures of the environment, of earlier attempts too."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further numbers that the user's own loop returned with its reward."""
-    refused: int = 0
-    """Requests of that loop that did not extend the conversation, and were refused."""
 
     @property
     def wait_s(self) -> float:
@@ -111,6 +111,20 @@ class Episode:
             at = turn.end
         if tokens > at:
             yield at, tokens
+
+    @property
+    def conversations(self) -> int:
+        """Number of conversations: several if an agent program had sub-agents, or shortened its history."""
+        return len({turn.conversation for turn in self.turns})
+
+    def contexts(self) -> list[int]:
+        """Return the tokens that the model read before each turn."""
+        read, contexts, at = {0: len(self.opening)}, [], 0
+        for turn in self.turns:
+            context = read.get(turn.conversation, 0) + turn.start - at
+            contexts.append(context)
+            read[turn.conversation], at = context + turn.end - turn.start, turn.end
+        return contexts
 
     def transcript(self) -> list[dict[str, Any]]:
         """Return the turns and the environment's answers as chat messages."""

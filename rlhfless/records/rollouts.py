@@ -129,6 +129,7 @@ class Source(StrEnum):
     """The source of tokens that the policy did not generate."""
 
     PROMPT = "prompt"
+    """The beginning of a conversation."""
     ENVIRONMENT = "environment"
 
 
@@ -147,6 +148,9 @@ Segment = GivenSegment | Rollout
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One answer to a prompt. The first segment is the prompt, and at least one segment is a Rollout.
+
+    Each segment from the source PROMPT begins a conversation, of which the model reads nothing else: an agent program
+    may have several, as those of its sub-agents. They are one answer with one reward.
 
     Fields after `segments` are empty until their stage sets them. Per-token values cover the generated tokens of all
     segments: `[model tokens]`.
@@ -168,13 +172,14 @@ class Sample:
         episode = rollout.episode
         if episode is None:
             return cls((prompt, rollout))
-        segments: list[Segment] = [
-            GivenSegment(Source.PROMPT, np.asarray(episode.opening, np.int64)) if episode.opening else prompt
-        ]
+        opening = GivenSegment(Source.PROMPT, np.asarray(episode.opening, np.int64)) if episode.opening else prompt
+        by_conversation: dict[int, list[Segment]] = {0: [opening]}
         at = 0
         for number, turn in enumerate(episode.turns, 1):
+            segments = by_conversation.setdefault(turn.conversation, [])
             if turn.start > at:
-                segments.append(GivenSegment(Source.ENVIRONMENT, rollout.token_ids[at : turn.start]))
+                source = Source.ENVIRONMENT if segments else Source.PROMPT
+                segments.append(GivenSegment(source, rollout.token_ids[at : turn.start]))
             is_last = number == len(episode.turns)
             segments.append(
                 rollout.part(
@@ -189,7 +194,8 @@ class Sample:
             )
             at = turn.end
         if not episode.turns:  # it failed before the first turn
-            segments.append(rollout.part(0, 0))
+            by_conversation[0].append(rollout.part(0, 0))
+        segments = [segment for each in by_conversation.values() for segment in each]
         return cls(tuple(segments), _score_of(episode), whole=rollout)
 
     @property
@@ -230,7 +236,7 @@ class Sample:
 
     @property
     def finish_reason(self) -> FinishReason:
-        return self.rollouts[-1].finish_reason
+        return self.rollouts[-1].finish_reason if self.whole is None else self.whole.finish_reason
 
     @property
     def scored(self) -> Score:

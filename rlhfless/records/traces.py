@@ -269,13 +269,13 @@ def _of_episode(rollout: Rollout) -> dict[str, Any]:
             TurnSpan(
                 turn.start,
                 turn.end,
-                len(episode.opening) + turn.start,
+                context,
                 turn.cached_tokens,
                 turn.started_s,
                 turn.ended_s,
                 sum(call.wait_s for call in episode.calls if call.turn == number),
             )
-            for number, turn in enumerate(episode.turns)
+            for number, (turn, context) in enumerate(zip(episode.turns, episode.contexts(), strict=True))
         ),
     }
 

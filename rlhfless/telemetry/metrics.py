@@ -97,7 +97,7 @@ _DECLARED = [
     Metric("invalid_calls", _RATIO, "Calls that name no tool, or have wrong arguments"),
     Metric("environment_wait_mean_s", Unit.SECONDS, "Mean time that an episode waits for its environment"),
     Metric("environment_failures", Unit.NONE, "Failures of the environment, each with a resume or restart"),
-    Metric("refused_requests", Unit.NONE, "Requests of agents that did not extend the conversation, per episode"),
+    Metric("conversations_mean", Unit.NONE, "Mean conversations of an episode; more than 1 with sub-agents"),
     Metric("episodes", _RATIO, "Share of episodes by how they ended", label="status"),
     Metric("cached_prompt_tokens", _RATIO, "Prompt tokens whose KV came from the prefix cache"),
     Metric("prompt_tokens_computed", _TOKENS, "Prompt tokens of the step that a function computed", label="function"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fakes.local_environments import Says, byte_format, text_of
+from fakes.local_environments import Says, byte_format, sample_of, text_of
 from fakes.repository import ROOT
 from rlhfless.environments.agent_program import filled, result_of
 from rlhfless.environments.contract import EnvironmentSource
@@ -137,7 +137,7 @@ async def test_two_unmodified_openai_agents_at_a_time_with_the_tokens_of_their_t
     finally:
         workers.close()
     for episode, model, (row, texts, result, reward) in zip(episodes, models, games, strict=True):
-        assert (episode.status, episode.reward, episode.refused) == (EpisodeStatus.DONE, reward, 0), episode.cause
+        assert (episode.status, episode.reward) == (EpisodeStatus.DONE, reward), episode.cause
         assert [tokens for tokens, _ in episode.prompts()] == model.read
         text = text_of(episode.token_ids)
         assert "calculate" in text.partition("<|im_end|>")[0]
@@ -171,32 +171,70 @@ async def test_streams_models_and_a_repeated_request(tmp_path):
     assert "<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\nGo.<|im_end|>" in text
 
 
-async def test_requests_that_do_not_extend_the_conversation_are_refused_and_counted(tmp_path):
+async def test_requests_that_cannot_be_answered_are_refused(tmp_path):
     checked = """
-changed, invalid = (400, "conversation_changed"), (400, "invalid_request")
+invalid = (400, "invalid_request")
 assert ask(("user", "a"), max_tokens=2) == "on"
-assert ask(("user", "b")) == changed
-assert ask(("user", "a"), ("assistant", "On"), ("user", "b")) == changed
 assert ask(("user", "a"), ("assistant", "on"), ("user", "b"), n=2) == invalid
 assert ask(("user", "a"), ("assistant", "on")) == invalid
 assert ask(("user", "b"), key="no") == (401, "invalid_api_key")
-tools = [{"type": "function", "function": {"name": "f"}}]
-assert ask(("user", "a"), ("assistant", "on"), ("user", "b"), tools=tools) == changed
 assert ask(("user", "a"), ("assistant", "on"), ("user", "b")) == "two"
 more = [("user", "b"), ("assistant", "two"), ("user", "c")]
 assert ask(("user", "a"), ("assistant", "on"), *more) == (400, "episode_over")
 sys.exit(3)
 """
     episode = await ran(tmp_path, checked, "one<|im_end|>", "two<|im_end|>", turns=2)
-    assert (episode.status, episode.reward, episode.refused) == (EpisodeStatus.TURNS, None, 3), episode.cause
+    assert (episode.status, episode.reward) == (EpisodeStatus.TURNS, None), episode.cause
     assert [turn.generated.finish_reason for turn in episode.turns] == ["length", "stop"]
+
+
+SUB_AGENT = """
+tools = [{"type": "function", "function": {"name": "f"}}]
+task = [("system", "Lead."), ("user", "Go.")]
+assert ask(*task) == "plan"
+assert ask(("system", "Help."), ("user", "What?"), tools=tools) == "an answer"
+assert ask(("system", "Help."), ("user", "What?"), ("assistant", "an answer"), ("user", "Sure?"), tools=tools) == "yes"
+task += [("assistant", "plan"), ("user", "They say yes.")]
+assert ask(*task) == "more"
+assert ask(*task) == "more"  # again
+assert ask(("system", "Lead."), ("user", "So far: plan, more."), ("user", "Go on.")) == "done"
+print(json.dumps({"reward": 1}))
+"""
+
+
+async def test_a_sub_agent_and_a_shortened_history_are_conversations_of_one_episode(tmp_path):
+    said = ["plan", "an answer", "yes", "more", "done"]
+    episode = await ran(tmp_path, SUB_AGENT, *(f"{text}<|im_end|>" for text in said))
+    assert (episode.status, episode.reward) == (EpisodeStatus.DONE, 1.0), episode.cause
+    assert [turn.conversation for turn in episode.turns] == [0, 1, 1, 0, 2]
+    read = [text_of(tokens) for tokens, _ in episode.prompts()]
+    lead = "<|im_start|>system\nLead.<|im_end|>\n<|im_start|>user\n"
+    assert read[3] == (
+        f"{lead}Go.<|im_end|>\n<|im_start|>assistant\nplan<|im_end|>\n"
+        "<|im_start|>user\nThey say yes.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert read[2].endswith(
+        "assistant\nan answer<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "Help." in read[1]
+    assert read[4].startswith(f"{lead}So far: plan, more.<|im_end|>")
+    sample = sample_of(episode)
+    learned = [
+        "".join(f"{text}<|im_end|>" for text in part) for part in (["plan", "more"], ["an answer", "yes"], ["done"])
+    ]
+    assert [text_of(part.token_ids) for part in sample.rollouts] == [f"{said[i]}<|im_end|>" for i in (0, 3, 1, 2, 4)]
+    assert "".join(text_of(part.token_ids) for part in sample.rollouts) == "".join(learned)
+    record = episode.episode()
+    assert record.conversations == 3
+    assert record.contexts() == [len(tokens) for tokens, _ in episode.prompts()]
+    assert [(each.turn, each.text) for each in record.calls] == [(1, "Sure?"), (0, "They say yes.")]
 
 
 @pytest.mark.parametrize(
     ("code", "cause"),
     [
         ("ask(('user', 'a')); print('lost it'); sys.exit(3)", r"ended with exit code 3: lost it"),
-        ("ask(('user', 'a')); ask(('user', 'b')); 1 / 0", r"1 of its requests did not extend .* ZeroDivisionError"),
+        ("ask(('user', 'a')); 1 / 0", "ended with exit code 1: .*ZeroDivisionError"),
         ("ask(('user', 'a')); os.kill(os.getpid(), 9)", "ended with signal SIGKILL"),
         ("pass", "without a turn of the model"),
         ("ask(('user', 'a')); print(json.dumps({'reward': 'much'}))", "gave the reward 'much'"),

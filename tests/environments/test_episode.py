@@ -10,7 +10,7 @@ import pytest
 from fakes.local_environments import LocalEnvironments, Says, byte_format, played, sample_of, text_of
 from rlhfless.algorithms.batch import pack
 from rlhfless.chat.messages import Message
-from rlhfless.environments import ConversationChanged, EpisodeOver, ToolError, Turn
+from rlhfless.environments import EpisodeOver, ToolError, Turn
 from rlhfless.environments.episode import Restarted, play_episode
 from rlhfless.environments.trajectory import (
     AnswerOutcome,
@@ -405,31 +405,29 @@ async def test_a_loop_of_ones_own_gives_tools_and_its_results_are_calls_of_the_r
     assert [each["role"] for each in episode.episode().transcript()] == ["assistant", "tool", "tool", "assistant"]
 
 
-async def test_a_whole_conversation_must_extend_the_previous_one():
-    refused = []
-
+async def test_messages_that_do_not_extend_a_conversation_begin_another():
     async def play(task, model):
         said = [{"role": "user", "content": "a"}]
         for more in ("b", "c"):
             answer = await model.chat(said)
             assert await model.chat(said) is answer
             said += [{"role": "assistant", "content": f" {answer.content}\n"}, {"role": "user", "content": more}]
-        for changed in (said[:3], said[2:], [{**said[0], "content": "A"}, *said[1:]], said[:1]):
-            try:
-                await model.chat(changed)
-            except ConversationChanged as error:
-                refused.append(str(error))
         for invalid in ({"messages": said[:4]}, {"messages": said, "max_tokens": 0}, {"messages": [{"role": "user"}]}):
             with pytest.raises(ValueError, match=r"message|max_tokens"):
                 await model.chat(**invalid)
         with pytest.raises(ValueError, match=r"`model\.turn` adds messages"):
             await model.turn(said)
-        return (await model.chat(said)).content == "3"
+        assert (await model.chat(said[2:])).content == "3"
+        assert (await model.chat(said[:1])).content == "1"
+        changed = [{**said[0], "content": "A"}, *said[1:3]]
+        assert (await model.chat(changed)).content == "4"
+        return (await model.chat(said)).content == "5"
 
-    episode, model, _ = await played(play, "1<|im_end|>", "2<|im_end|>", "3<|im_end|>")
-    assert (episode.status, episode.reward, len(model.read)) == (EpisodeStatus.DONE, 1.0, 3), episode.cause
-    assert len(refused) == episode.refused == 3
-    assert refused[0].startswith("message 1 was user 'a', and is now user 'b'; a request extends")
+    episode, model, _ = await played(play, *(f"{number}<|im_end|>" for number in range(1, 6)))
+    assert (episode.status, episode.reward, len(model.read)) == (EpisodeStatus.DONE, 1.0, 5), episode.cause
+    assert [turn.conversation for turn in episode.turns] == [0, 0, 1, 2, 0]
+    assert len(set(model.seeds)) == 5
+    assert [tokens for tokens, _ in episode.prompts()] == model.read
 
 
 @pytest.mark.parametrize(

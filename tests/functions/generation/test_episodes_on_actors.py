@@ -55,6 +55,19 @@ async def looped(task: Any, model: Any) -> float:
     return float(len(second.content))
 
 
+async def helped(task: Any, model: Any) -> float:
+    """Two conversations, whose turns lie among each other."""
+    lead, help_ = [[{"role": "user", "content": what}] for what in ("Lead.", "Help.")]
+    for number, said in enumerate((lead, help_, lead)):
+        answer = await model.chat(said)
+        said += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": f"{number}."}]
+        MADE.append(number)
+    return float(len(lead))
+
+
+PLAYED = [(Sums, TEXTS), (looped, ["one<|im_end|>", "four<|im_end|>"]), (helped, ["word<|im_end|>"] * 9)]
+
+
 @dataclass
 class Actor:
     """An engine that says given texts, turn by turn, and aborts after some of its tokens and answers."""
@@ -186,7 +199,7 @@ async def test_an_episode_that_waits_leaves_its_actor_and_returns_with_the_answe
     await sessions.answered("unknown")
 
 
-@pytest.mark.parametrize(("code", "texts"), [(Sums, TEXTS), (looped, ["one<|im_end|>", "four<|im_end|>"])])
+@pytest.mark.parametrize(("code", "texts"), PLAYED)
 async def test_an_episode_that_is_aborted_anywhere_continues_elsewhere_as_if_it_had_not_been(code, texts):
     whole = await Actor(sessions_of(code), texts).plays()
     made, stops = list(MADE), 0
@@ -243,7 +256,7 @@ async def test_a_killed_driver_repeats_an_episode_and_its_calls_are_not_made_aga
     assert (again.episode.reward, MADE) == (7.0, [3, 4])
 
 
-@pytest.mark.parametrize(("code", "texts"), [(Sums, TEXTS), (looped, ["one<|im_end|>", "four<|im_end|>"])])
+@pytest.mark.parametrize(("code", "texts"), PLAYED)
 async def test_a_finished_episode_that_is_lost_with_its_actor_is_repeated_without_its_calls(code, texts):
     sessions = sessions_of(code)
     whole = await Actor(sessions, texts).plays()
