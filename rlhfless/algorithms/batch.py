@@ -118,6 +118,10 @@ class PackedBatch:
     values: FloatArray | None = dataclasses.field(
         default=None, metadata=per_token(np.float32, lambda sample: sample.outputs.get("values"))
     )
+    earned: FloatArray | None = dataclasses.field(
+        default=None, metadata=per_token(np.float32, lambda sample: sample.earned)
+    )
+    """What the turns before a token's turn have earned; None without an environment."""
     advantages: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     returns: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     staleness: IntArray | None = dataclasses.field(default=None, metadata=per_token(np.int64))

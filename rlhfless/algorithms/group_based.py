@@ -9,7 +9,9 @@
     cispo     as grpo                                           a weighted log likelihood
     sapo      as grpo                                           a soft gate in place of the clip
 
-R includes the KL to the reference if it is part of the reward. Statistics are computed in float64.
+R includes the KL to the reference if it is part of the reward. With `turn_returns`, the advantage of a turn has
+R - (what earlier turns have earned) in place of R, and the statistics are still those of R. Statistics are computed in
+float64.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from rlhfless.algorithms.losses import (
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import (
     CISPOSpec,
+    ComparedSpec,
     DAPOSpec,
     DrGRPOSpec,
     GroupRelativeSpec,
@@ -58,6 +61,21 @@ def group_advantages(rewards: FloatLike, group_id: IntArray, *, normalize_std: b
     """
     values = centred(rewards, group_id)
     return (values / (group_std(values, group_id) + STD_FLOOR) if normalize_std else values).astype(np.float32)
+
+
+def _scale(values: Float64Array, group_id: IntArray) -> Float64Array:
+    """Return what centred rewards are multiplied by, `[sequences]`; 0 in a group without a signal."""
+    std = group_std(values, group_id)
+    return np.asarray(np.where(std > 0, 1 / (std + STD_FLOOR), 0))
+
+
+def less_earned(batch: PackedBatch, advantages: FloatArray, settings: ComparedSpec, scale: FloatLike) -> FloatArray:
+    """Subtract from `advantages` [tokens] what earlier turns have earned, if the settings want returns of turns.
+    `scale`: what rewards are multiplied by, `[sequences]`."""
+    if not settings.turn_returns or batch.earned is None:
+        return advantages
+    less: FloatArray = (advantages - batch.earned * batch.spread(np.asarray(scale))).astype(np.float32)
+    return less
 
 
 def group_sizes(group_id: IntArray) -> IntArray:
@@ -91,9 +109,11 @@ class GroupRelative(Generic[S]):
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
         """Compute group-relative advantages, `[tokens]`. Raises ValueError if the batch has no rewards."""
-        settings = self._settings
+        settings, groups = self._settings, batch.sequence_groups
         rewards = rewards_with_kl(batch, settings.kl)
-        return batch.spread(group_advantages(rewards, batch.sequence_groups, normalize_std=settings.normalize_std))
+        values = batch.spread(group_advantages(rewards, groups, normalize_std=settings.normalize_std))
+        scale = _scale(centred(rewards, groups), groups) if settings.normalize_std else np.ones(batch.sequences)
+        return less_earned(batch, values, settings, scale)
 
 
 class GRPO(GroupRelative[GRPOSpec], ClippedLoss[GRPOSpec]):
@@ -113,7 +133,8 @@ class DrGRPO(ClippedLoss[DrGRPOSpec]):
     def advantages(self, batch: PackedBatch) -> FloatArray:
         """Subtract the group's mean from each reward, `[tokens]`. Raises ValueError if the batch has no rewards."""
         rewards = rewards_with_kl(batch, self._settings.kl)
-        return batch.spread(centred(rewards, batch.sequence_groups)).astype(np.float32)
+        values = batch.spread(centred(rewards, batch.sequence_groups)).astype(np.float32)
+        return less_earned(batch, values, self._settings, np.ones(batch.sequences))
 
 
 class RLOO(ClippedLoss[RLOOSpec]):
@@ -134,7 +155,7 @@ class RLOO(ClippedLoss[RLOOSpec]):
         groups = batch.sequence_groups
         others = np.maximum(group_sizes(groups) - 1, 1)
         values = centred(rewards_with_kl(batch, self._settings.kl), groups) * (others + 1) / others
-        return batch.spread(values).astype(np.float32)
+        return less_earned(batch, batch.spread(values).astype(np.float32), self._settings, np.ones(batch.sequences))
 
 
 class GSPO(GroupRelative[GSPOSpec]):

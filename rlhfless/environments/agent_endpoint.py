@@ -1,4 +1,5 @@
-"""An HTTP endpoint for the program of one episode: OpenAI's chat completions and Anthropic's messages.
+"""An HTTP endpoint for the program of one episode: OpenAI's chat completions, Anthropic's messages, vLLM's generation
+from tokens.
 
 It listens on this machine only, with a key of its own. Each request is a turn of the episode (`model.chat`).
 """
@@ -9,7 +10,7 @@ import asyncio
 import hmac
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import uvicorn
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhfless.environments import anthropic_dialect, openai_dialect
+from rlhfless.environments import anthropic_dialect, openai_dialect, token_dialect
 from rlhfless.environments.contract import EpisodeOver
 from rlhfless.environments.conversation import ConversationModel
 from rlhfless.util.text import parsed_json
@@ -44,6 +45,7 @@ class AgentEndpoint:
                 Route("/v1/models", self._models),
                 Route("/v1/chat/completions", self._completions, methods=["POST"]),
                 Route("/v1/messages", self._messages, methods=["POST"]),
+                Route("/inference/v1/generate", self._generate, methods=["POST"]),
             ]
         )
         settings = uvicorn.Config(app, lifespan="off", access_log=False, log_level="warning", ws="none")
@@ -82,7 +84,19 @@ class AgentEndpoint:
     async def _messages(self, request: Request) -> Response:
         return await self._answered(request, anthropic_dialect)
 
+    async def _generate(self, request: Request) -> Response:
+        async def answer(body: Mapping[str, Any]) -> Response:
+            asked = token_dialect.parsed(body)
+            turn = await self._model.generate(asked.token_ids, asked.max_tokens)
+            written = token_dialect.written(turn.token_ids, turn.logprobs, turn.is_cut, self._model.turns)
+            return JSONResponse(written)
+
+        return await self._guarded(request, answer)
+
     async def _answered(self, request: Request, dialect: Any) -> Response:
+        return await self._guarded(request, lambda body: self._chat(body, dialect))
+
+    async def _guarded(self, request: Request, answer: Callable[[Mapping[str, Any]], Awaitable[Response]]) -> Response:
         """Answer a request. An ended episode is status 400, too: the client must not repeat the request."""
         if not self._is_allowed(request):
             return _problem(401, "the API key is not that of this episode", "invalid_api_key")
@@ -90,12 +104,15 @@ class AgentEndpoint:
             body = parsed_json(await request.body())
             if not isinstance(body, Mapping):
                 raise ValueError("the body is no JSON object")
-            asked = dialect.parsed(body)
-            message = await self._model.chat(asked.messages, asked.tools, asked.max_tokens)
+            return await answer(body)
         except EpisodeOver as error:
             return _problem(_REFUSED, str(error), "episode_over")
         except ValueError as error:
             return _problem(_REFUSED, str(error), "invalid_request")
+
+    async def _chat(self, body: Mapping[str, Any], dialect: Any) -> Response:
+        asked = dialect.parsed(body)
+        message = await self._model.chat(asked.messages, asked.tools, asked.max_tokens)
         named = str(body.get("model") or MODEL)
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))

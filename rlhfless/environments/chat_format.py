@@ -58,6 +58,11 @@ class Given:
 class ChatFormat(Protocol):
     """Converts between messages and tokens."""
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        ...
+
     def check(self, tools: Tools) -> None:
         """Find the syntax of tool calls, and prove that turns can be added. Raises InputError."""
         ...
@@ -139,6 +144,11 @@ class TemplateFormat:
         self._opens_thought = False
         self._takes_several = True
         """Whether a turn may have several calls."""
+
+    @property
+    def vocabulary(self) -> int:
+        """See ChatFormat."""
+        return len(self._tokenizer)
 
     def check(self, tools: Tools) -> None:
         """Find the syntax of tool calls, and prove that turns can be added. Raises InputError."""
@@ -247,9 +257,15 @@ class PlainFormat:
     """Texts without a chat template, for small policies with a vocabulary of their own: no tools."""
 
     def __init__(self, tokenizer: Any, end_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
         self._texts = _Texts(tokenizer)
         self._encoder = Encoder(tokenizer, end_token_ids, templated=False)
         self.ends = frozenset({*end_token_ids, tokenizer.eos_token_id} - {None})
+
+    @property
+    def vocabulary(self) -> int:
+        """See ChatFormat."""
+        return len(self._tokenizer)
 
     def check(self, tools: Tools) -> None:
         """Raises InputError if there are tools."""

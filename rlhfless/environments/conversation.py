@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfless.chat.messages import ASSISTANT, DataFault, Message, ToolCall, conversation, tools_of
@@ -97,6 +97,16 @@ class _Conversation:
         return [*written, *(message for message in added if message.role != TOOL)]
 
 
+@dataclass
+class _TokenConversation:
+    """Tokens that grow, and the model's turns among them."""
+
+    number: int
+    token_ids: tuple[int, ...] = ()
+    turns: dict[int, ModelAnswer] = field(default_factory=dict)
+    """By the number of tokens before it."""
+
+
 class ConversationModel:
     """The model of one episode."""
 
@@ -104,6 +114,7 @@ class ConversationModel:
         self._ask = ask
         self._lock = asyncio.Lock()
         self._conversations: list[_Conversation] = []
+        self._of_tokens: list[_TokenConversation] = []
         self.turns = 0
         self.is_over = False
         """A limit of the episode was reached."""
@@ -122,7 +133,7 @@ class ConversationModel:
         async with self._lock:
             added, schemas = _parsed(messages), _schemas(tools)
             if not self._conversations:
-                return await self._next(_Conversation(0, schemas or []), added, max_tokens)
+                return await self._next(_Conversation(self._count, schemas or []), added, max_tokens)
             first = self._conversations[0]
             if any(message.role == ASSISTANT for message in added):
                 raise ValueError(
@@ -151,32 +162,63 @@ class ConversationModel:
                     return answer
             extended = [each for each in like if _same(whole[: len(each.messages)], each.messages)]
             if not extended:
-                return await self._next(_Conversation(len(self._conversations), schemas or []), whole, max_tokens)
+                return await self._next(_Conversation(self._count, schemas or []), whole, max_tokens)
             longest = max(extended, key=lambda each: len(each.messages))
             return await self._next(longest, whole[len(longest.messages) :], max_tokens)
+
+    async def generate(self, token_ids: tuple[int, ...], max_tokens: int | None = None) -> ModelAnswer:
+        """Return the model's next turn after all tokens of a conversation, with its tokens and logprobs.
+
+        As in `chat`, tokens that extend no conversation begin another, and the same tokens get the same answer.
+        """
+        async with self._lock:
+            for each in self._of_tokens:
+                if len(token_ids) in each.turns and each.token_ids[: len(token_ids)] == token_ids:
+                    return each.turns[len(token_ids)]
+            extended = [
+                each
+                for each in self._of_tokens
+                if len(token_ids) > len(each.token_ids) and token_ids[: len(each.token_ids)] == each.token_ids
+            ]
+            begun = _TokenConversation(self._count)
+            of = max(extended, key=lambda each: len(each.token_ids), default=begun)
+            added = token_ids[len(of.token_ids) :]
+            answer = await self._asked(ModelAsked((), (), max_tokens, of.number, added), max_tokens)
+            self._of_tokens += [of] if of is begun else []
+            of.turns[len(token_ids)] = answer
+            of.token_ids = token_ids + answer.token_ids
+            return answer
+
+    @property
+    def _count(self) -> int:
+        return len(self._conversations) + len(self._of_tokens)
 
     async def _next(self, of: _Conversation, added: Sequence[Message], max_tokens: int | None) -> ModelMessage:
         if not added:
             raise ValueError("there is no message after the model's last turn; add one")
-        if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens < 1):
-            raise ValueError(f"`max_tokens` is {shown(max_tokens)}; it must be at least 1, or left out")
-        asked = of.as_results(added)
-        if self.is_over:
-            raise EpisodeOver("the episode has reached a limit")
-        answer = await self._ask(ModelAsked(tuple(asked), tuple(of.tools), max_tokens, of.number))
-        if answer is None:
-            self.is_over = True
-            raise EpisodeOver("the episode has reached a limit")
-        if of.number == len(self._conversations):
+        asked = ModelAsked(tuple(of.as_results(added)), tuple(of.tools), max_tokens, of.number)
+        answer = await self._asked(asked, max_tokens)
+        if of not in self._conversations:
             self._conversations.append(of)
         read = self._read(answer)
         of.add(added, read, answer.message)
-        self.turns += 1
         return read
+
+    async def _asked(self, asked: ModelAsked, max_tokens: int | None) -> ModelAnswer:
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            raise ValueError(f"`max_tokens` is {shown(max_tokens)}; it must be at least 1, or left out")
+        if self.is_over:
+            raise EpisodeOver("the episode has reached a limit")
+        answer = await self._ask(asked)
+        if answer is None:
+            self.is_over = True
+            raise EpisodeOver("the episode has reached a limit")
+        self.turns += 1
+        return answer
 
     def _read(self, answer: ModelAnswer) -> ModelMessage:
         calls = tuple(
-            CalledTool(f"call_{self.turns}_{index}", call.name, call.arguments)
+            CalledTool(f"call_{self.turns - 1}_{index}", call.name, call.arguments)
             for index, call in enumerate(answer.message.calls)
         )
         reason = "length" if answer.is_cut else "tool_calls" if calls else "stop"

@@ -30,6 +30,7 @@ from rlhfless.environments.trajectory import (
     Origin,
     Parsed,
     Segment,
+    Tokens,
     Trajectory,
 )
 from rlhfless.records import EpisodeStatus, FinishReason
@@ -210,7 +211,6 @@ class _Episode:
         """Run the user's `play`; its messages are the given segments."""
         ended: list[EpisodeStatus] = []
         last: dict[int, tuple[ReadTurn, ModelSegment]] = {}
-        tools: dict[int, Sequence[Any]] = {}
         since_s = monotonic_s()
 
         async def turn(asked: ModelAsked) -> ModelAnswer | None:
@@ -219,13 +219,14 @@ class _Episode:
                 if len(self._model_turns()) >= self._limits.turns:
                     raise _Ended(EpisodeStatus.TURNS)
                 of = asked.conversation
-                if of in last:
-                    self._tools = tools[of]
+                self._tools = asked.tools
+                if asked.token_ids is not None:
+                    await self._take_tokens(asked.token_ids, of, last.get(of), monotonic_s() - since_s)
+                elif of in last:
                     await self._note(*last[of], asked.messages, monotonic_s() - since_s)
                     is_results = all(message.role == "tool" for message in asked.messages)
                     await self._give(Origin.TOOL if is_results else Origin.USER, *last[of], asked.messages)
                 else:
-                    self._tools = tools[of] = asked.tools
                     self._chat.check(self._tools)
                     await self._begin((), asked.messages, self._limits.context_tokens, of)
                 context_tokens = len(self._read[of])
@@ -242,11 +243,31 @@ class _Episode:
             since_s = monotonic_s()
             read, segment = last[of]
             is_cut = segment.generated.finish_reason is FinishReason.LENGTH
-            return ModelAnswer(read.message, is_cut, context_tokens, len(segment.token_ids))
+            answer = ModelAnswer(read.message, is_cut, context_tokens, len(segment.token_ids))
+            if asked.token_ids is None:
+                return answer
+            return replace(answer, token_ids=segment.token_ids, logprobs=segment.generated.logprobs)
 
         result = await self._environment.play(turn)
         self.reward, self.parts = result.reward, result.parts
         return ended[0] if ended else EpisodeStatus.DONE
+
+    async def _take_tokens(
+        self, token_ids: Tokens, of: int, last: tuple[ReadTurn, ModelSegment] | None, wait_s: float
+    ) -> None:
+        """Add tokens of a client that renders conversations itself. `last`: the turn before them."""
+        if (most := max(token_ids, default=0)) >= self._chat.vocabulary:
+            raise EnvironmentFailed(f"it sent the token id {most}, and the model has {self._chat.vocabulary}")
+        if last is not None:
+            text = self._chat.read(token_ids, FinishReason.STOP, ()).text
+            await self._note(*last, [Message("user", (text,))], wait_s)
+        self._require_room(token_ids, of)
+        await self._add(ContextSegment(Origin.USER if last else Origin.PROMPT, token_ids, conversation=of))
+
+    def _require_room(self, token_ids: Tokens, of: int) -> None:
+        """Raises _Ended if tokens that begin a further conversation leave no room for a turn."""
+        if of and sum(map(len, self._read.values())) + len(token_ids) >= self._limits.context_tokens:
+            raise _Ended(EpisodeStatus.TOKENS)
 
     async def _note(self, turn: ReadTurn, of: ModelSegment, added: Sequence[Message], wait_s: float) -> None:
         """Record the messages of the user's own loop after a turn: results of its calls, and others as observations."""
@@ -270,8 +291,7 @@ class _Episode:
 
     async def _begin(self, prompt: Sequence[Message], added: Sequence[Message], most: int, of: int = 0) -> None:
         given = self._chat.opening(prompt, added, self._tools, most)
-        if of and sum(map(len, self._read.values())) + len(given.token_ids) >= self._limits.context_tokens:
-            raise _Ended(EpisodeStatus.TOKENS)
+        self._require_room(given.token_ids, of)
         await self._add(ContextSegment(Origin.PROMPT, given.token_ids, given.bodies, of))
 
     async def _generate(self, max_tokens: int | None = None, of: int = 0) -> tuple[ReadTurn, ModelSegment]:

@@ -15,7 +15,7 @@ _COLOUR, _RESET = re.compile(r"\x1b\[[1-9][0-9;]*m"), re.compile(r"\x1b\[0?m")
 
 
 class GymnasiumGame:
-    """Base of an environment with the game `id`. Override `reset` to explain it, and `text_of` to describe what the
+    """Base of an environment with the game `id`. Override `reset` to explain it, and `_text_of` to describe what the
     model sees."""
 
     id: ClassVar[str] = ""
@@ -28,13 +28,13 @@ class GymnasiumGame:
     def reset(self, seed: int, row: dict[str, Any]) -> str:  # noqa: ARG002
         self._game, self._over = made(self.id, self.options), False
         observation, _ = self._game.reset(seed=seed)
-        return f"{self._asks()}\n{self.text_of(observation)}"
+        return f"{self._asks()}\n{self._text_of(observation)}"
 
     def observe(self, text: str) -> Turn:
         """Take the action that a turn names: the last one in it."""
         observation, reward, ended, cut, _ = self._game.step(self._action(text))
         self._over = bool(ended or cut)
-        return Turn(self.text_of(observation), float(reward))
+        return Turn(self._text_of(observation), float(reward))
 
     def done(self) -> bool:
         return self._over
@@ -42,7 +42,7 @@ class GymnasiumGame:
     def close(self) -> None:
         self._game.close()
 
-    def text_of(self, observation: Any) -> str:
+    def _text_of(self, observation: Any) -> str:
         """Return the game's own picture in text, if it has one, with what it colours in brackets; else the
         observation."""
         if self._game.render_mode == "ansi":

@@ -41,6 +41,8 @@ class ModelAsked:
     """Limit of this turn, besides `turn_tokens`."""
     conversation: int = 0
     """Which one it is; a new number begins a conversation."""
+    token_ids: tuple[int, ...] | None = None
+    """What is new in its conversation, in place of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class ModelAnswer:
     context_tokens: int = 0
     """Tokens before the turn."""
     tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    """The turn's tokens, for one that was asked for by tokens."""
+    logprobs: tuple[float, ...] = ()
+    """Of `token_ids`."""
 
 
 ModelTurn = Callable[[ModelAsked], Awaitable[ModelAnswer | None]]

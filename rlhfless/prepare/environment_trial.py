@@ -174,7 +174,8 @@ class _Trial:
                 state = await repeated.snapshot() if description.snapshots else None
                 first = first or await _difference(repeated, episode.calls[middle:])
                 reward = await repeated.reward()
-            if description.replayable and (first or reward != episode.reward):
+            differs_in_reward = reward is not None and reward != episode.reward  # None: calls have the rewards
+            if description.replayable and (first or differs_in_reward):
                 what = first or f"the reward was {episode.reward:g} and then {reward}"
                 self._fault(f"it says `replayable = True`, but a repeated episode differs: {what}")
             if state is None or first:

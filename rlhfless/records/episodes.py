@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 
@@ -116,6 +117,16 @@ class Episode:
     def conversations(self) -> int:
         """Number of conversations: several if an agent program had sub-agents, or shortened its history."""
         return len({turn.conversation for turn in self.turns})
+
+    @property
+    def by_conversation(self) -> list[int]:
+        """The numbers of its turns, conversation by conversation."""
+        first = {turn.conversation: number for number, turn in reversed([*enumerate(self.turns)])}
+        return sorted(range(len(self.turns)), key=lambda number: (first[self.turns[number].conversation], number))
+
+    def earned_before(self) -> list[float]:
+        """Return what the turns before each turn have earned."""
+        return [0.0, *accumulate(turn.reward or 0.0 for turn in self.turns[:-1])][: len(self.turns)]
 
     def contexts(self) -> list[int]:
         """Return the tokens that the model read before each turn."""

@@ -213,6 +213,17 @@ class Sample:
         return self.rollout.episode
 
     @property
+    def earned(self) -> FloatArray | None:
+        """What the turns before that of each generated token have earned, `[model tokens]`; None without an
+        environment."""
+        if self.episode is None:
+            return None
+        before = self.episode.earned_before()
+        turns = ((self.episode.turns[number], before[number]) for number in self.episode.by_conversation)
+        values = [np.full(turn.end - turn.start, earned, np.float32) for turn, earned in turns]
+        return np.concatenate(values) if values else np.zeros(0, np.float32)
+
+    @property
     def key(self) -> tuple[str, int]:
         """(prompt id, sample index)."""
         return self.rollouts[0].key

@@ -4,6 +4,7 @@ from rlhfless.spec.algorithm import (
     AlgorithmSpec,
     CISPOSpec,
     ClippedLossSpec,
+    ComparedSpec,
     DAPOSpec,
     DrGRPOSpec,
     GroupRelativeSpec,

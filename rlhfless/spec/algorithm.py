@@ -211,6 +211,10 @@ class ComparedSpec(PolicyLossSpec):
     Above 0, such prompts are dropped before learning. The step has fewer than `prompts_per_step` prompts if the
     replacements do not suffice, and may have more after the last one."""
 
+    turn_returns: bool = False
+    """With an environment that rewards turns: a turn's return is the episode's without what earlier turns have earned.
+    The baseline is that of whole episodes. `false`: all turns have the episode's return."""
+
     @property
     def needs(self) -> Needs:
         return replace(super().needs, redraws=self.max_redraws, signal_only=self.leave_out_without_signal)

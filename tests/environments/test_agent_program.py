@@ -230,6 +230,50 @@ async def test_a_sub_agent_and_a_shortened_history_are_conversations_of_one_epis
     assert [(each.turn, each.text) for each in record.calls] == [(1, "Sure?"), (0, "They say yes.")]
 
 
+TOKENS = """
+def generate(*tokens, **more):
+    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/inference/v1/generate"
+    body = json.dumps({"token_ids": tokens, "sampling_params": {"temperature": 1.0, "logprobs": 1}, **more}).encode()
+    request = urllib.request.Request(url, body, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+                                                 "X-Session-ID": "any"})
+    try:
+        with urllib.request.urlopen(request) as response:
+            (choice,) = json.load(response)["choices"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]["code"]
+    assert [each["token_id"] for each in choice["logprobs"]["content"]] == choice["token_ids"]
+    assert len({each["logprob"] for each in choice["logprobs"]["content"]}) == 1
+    return choice["token_ids"], choice["finish_reason"]
+
+first, reason = generate(5, 6, 7)
+assert reason == "stop"
+assert generate(5, 6, 7) == (first, "stop")  # again
+second, _ = generate(5, 6, 7, *first, 8, 9)
+other, _ = generate(5, 6, 8)  # another conversation
+assert ask(("user", "a")) == "four"  # of messages
+cut, reason = generate(5, 6, 7, *first, 8, 9, *second, 4, sampling_params={"max_tokens": 2})
+assert (len(cut), reason) == (2, "length")
+invalid = (400, "invalid_request")
+assert generate() == generate("a") == generate(-1) == generate(True) == generate(5, output_mode="text") == invalid
+assert generate(5, sampling_params={"n": 2}) == generate(5, sampling_params={"max_tokens": 0}) == invalid
+print(json.dumps({"reward": len(first)}))
+"""
+
+
+async def test_a_client_that_sends_tokens_gets_tokens_and_logprobs(tmp_path):
+    said = [f"{text}<|im_end|>" for text in ("one", "second", "third", "four", "fifth")]
+    (tmp_path / "raw.py").write_text(RAW)
+    episode, model = await played(tmp_path, [sys.executable, "raw.py", TOKENS], *said)
+    assert (episode.status, episode.reward) == (EpisodeStatus.DONE, 4.0), episode.cause
+    assert [turn.conversation for turn in episode.turns] == [0, 0, 1, 2, 0]
+    first, second = (turn.token_ids for turn in episode.turns[:2])
+    assert model.read[:3] == [(5, 6, 7), (5, 6, 7, *first, 8, 9), (5, 6, 8)]
+    assert model.read[4] == (5, 6, 7, *first, 8, 9, *second, 4)
+    assert [(each.turn, each.answer.text) for each in episode.calls] == [(0, text_of([8, 9])), (1, text_of([4]))]
+    failed = await ran(tmp_path, f"{TOKENS.partition('first, reason')[0]}generate(10**6)", *said)
+    assert (failed.status, "token id 1000000" in failed.cause) == (EpisodeStatus.FAILED, True)
+
+
 @pytest.mark.parametrize(
     ("code", "cause"),
     [

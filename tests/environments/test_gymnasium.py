@@ -38,7 +38,9 @@ def test_its_keys_are_checked() -> None:
 
 @needs_it
 async def test_a_lake_is_crossed_by_hand() -> None:
-    lake = load(source(id="FrozenLake-v1", options={"is_slippery": False}, actions=DIRECTIONS)).code
+    environment = load(source(id="FrozenLake-v1", options={"is_slippery": False}, actions=DIRECTIONS))
+    assert environment.description.tools == ()
+    lake = environment.code
     said = ["First left, no: down!", "DOWN", "right", "sideways", "Right it is.", "down", "right"]
     episode, _, _ = await played(lake, *(f"{each}<|im_end|>" for each in said), seed=4)
     assert (episode.status, episode.reward) == (EpisodeStatus.DONE, 1.0)

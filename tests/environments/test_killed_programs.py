@@ -154,7 +154,7 @@ async def test_a_lost_worker_or_program_is_replaced_wherever_it_is_killed(replic
         program.kill()
 
     for act in (kill_worker, kill_program):
-        for point in range(EVENTS):
+        for point in (0, 3, 5, 9):  # each costs a process
             await replica.sessions.close("episode")
             episode = await Actor(replica, point, act).plays()
             check(episode, whole)

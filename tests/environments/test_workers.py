@@ -178,6 +178,7 @@ async def test_a_file_that_breaks_the_contract_is_refused_at_the_start(tmp_path)
 
 UNFAITHFUL = """
 import random, time
+from rlhfless.environments import Turn
 
 class Base:
     def reset(self, seed: int, row: dict) -> str:
@@ -194,6 +195,13 @@ class Fine(Base):
     replayable = True
     def snapshot(self): return str(self.n).encode()
     def restore(self, state): self.n = int(state)
+
+class OfTurns:
+    replayable = True
+    def reset(self, seed: int, row: dict) -> str:
+        return "go"
+    def observe(self, text: str):
+        return Turn("on", 0.5)
 
 class Reset(Base):
     def reset(self, seed: int, row: dict) -> str:
@@ -227,6 +235,7 @@ class NotANumber(Base):
     ("name", "words"),
     [
         ("Fine", None),
+        ("OfTurns", None),
         ("Reset", "`reset` is not deterministic: with the same seed it first said 'go 0."),
         ("Replay", "it says `replayable = True`, but a repeated episode differs: call 1 (`add`) first gave"),
         ("Reward", "but a repeated episode differs: the reward was"),

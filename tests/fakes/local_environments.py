@@ -79,7 +79,7 @@ class Says:
         self.seeds.append(seed)
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))[:max_tokens]
         ended = ids and ids[-1] == self.tokenizer.eos_token_id
-        return GeneratedTurn(ids, FinishReason.STOP if ended else FinishReason.LENGTH)
+        return GeneratedTurn(ids, FinishReason.STOP if ended else FinishReason.LENGTH, (-0.5,) * len(ids))
 
 
 def byte_format(tools: Sequence[Any] = ()) -> TemplateFormat:

@@ -3,13 +3,15 @@ sequence of the loss."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from fakes.tiny_learner import VOCABULARY, save_tiny_model, token_logprobs
 from rlhfless.algorithms.batch import Denominators, PackedBatch, by_sample, pack, select
-from rlhfless.algorithms.group_based import GRPO
+from rlhfless.algorithms.group_based import GRPO, RLOO, DrGRPO
 from rlhfless.functions.batching import cut, prompt_tokens
 from rlhfless.functions.policy import PolicyNetwork, response_logprobs
 from rlhfless.functions.policy_loading import load_policy
@@ -27,7 +29,7 @@ from rlhfless.records import (
     Source,
     VersionSpan,
 )
-from rlhfless.spec import GRPOSpec, ModelSpec
+from rlhfless.spec import DrGRPOSpec, GRPOSpec, ModelSpec, RLOOSpec
 
 
 def turn(start: int, end: int, conversation: int) -> EpisodeTurn:
@@ -112,7 +114,7 @@ def alone(group: Group) -> PackedBatch:
         ]
         for start, end in zip(begins, [*begins[1:], len(sample.segments)], strict=True):
             samples.append(Sample(sample.segments[start:end], Score(0.0, {})))
-    return pack([Group(Prompt(str(number), (1,), ""), (each,)) for number, each in enumerate(samples)])
+    return pack([Group(Prompt(f"{number:02}", (1,), ""), (each,)) for number, each in enumerate(samples)])
 
 
 def many(count: int) -> Group:
@@ -149,3 +151,36 @@ def test_each_conversation_is_read_by_itself(policy: PolicyNetwork, budget: int)
         torch.sum(response_logprobs(policy, one, 0.7).logprobs).backward()
         gradients.append(policy.head.linear.weight.grad.clone())
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
+def rewarded(group: Group, *rewards: list[float | None]) -> Group:
+    """Return the group with rewards of its turns, which are the episodes' rewards together."""
+    rollouts = []
+    for sample, of_turns in zip(group.samples, rewards, strict=True):
+        assert sample.episode is not None
+        turns = tuple(replace(each, reward=value) for each, value in zip(sample.episode.turns, of_turns, strict=True))
+        total = sum(value or 0.0 for value in of_turns)
+        rollouts.append(replace(sample.rollout, episode=replace(sample.episode, turns=turns, reward=total)))
+    return Group.of(group.prompt, rollouts)
+
+
+def test_a_turn_has_the_return_from_it_on_with_the_baseline_of_whole_episodes(group: Group) -> None:
+    """Rewards 1, 0, 2, none of the turns in time, of conversations 0, 1, 1, 0: the returns from each on are 3, 2, 2 and
+    0. The other episode has 1. The mean of the episodes is 2, and their deviation the root of 2."""
+    batch = pack([rewarded(group, [1.0, 0.0, 2.0, None], [1.0])])
+    whole = GRPO(GRPOSpec(normalize_std=False)).advantages(batch)
+    assert whole[batch.response_mask].tolist() == [1, 1, 1, 1, 1, 1, -1]
+    turns = GRPO(GRPOSpec(normalize_std=False, turn_returns=True)).advantages(batch)
+    assert turns[batch.response_mask].tolist() == [1, 1, -2, -2, 0, 0, -1]
+    assert not turns[~batch.response_mask].any()
+    normal = GRPO(GRPOSpec(turn_returns=True)).advantages(batch)
+    np.testing.assert_allclose(normal, turns / np.sqrt(2), atol=1e-5)
+    others = RLOO(RLOOSpec(turn_returns=True)).advantages(batch)
+    assert others[batch.response_mask].tolist() == [2, 2, -1, -1, 1, 1, -2]
+    published = DrGRPO(DrGRPOSpec(turn_returns=True)).advantages(batch)
+    assert published.tolist() == turns.tolist()
+
+
+def test_episodes_with_equal_rewards_have_no_signal_for_grpo(group: Group) -> None:
+    batch = pack([rewarded(group, [1.0, 0.0, 0.0, None], [1.0])])
+    assert not GRPO(GRPOSpec(turn_returns=True)).advantages(batch).any()
