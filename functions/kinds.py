@@ -30,9 +30,11 @@ from rlhfless.scaling.memory import (
     layer_parameters,
     learn_phases,
     on_device,
+    published_bytes,
     reference_phase,
     score_phase,
     sharded,
+    stored_versions,
     value_phases,
     with_scores,
 )
@@ -84,6 +86,9 @@ def _engine(
     if draft is not None:
         size = DTYPE_BYTES[spec.model.dtype] * draft.parameters // engine.devices_per_actor
         parts = (*parts, MemoryPart("draft's weights", size))
+    if spec.publishes_adapters:
+        slots = MemoryPart("slots of adapters", stored_versions(spec) * published_bytes(shape, spec))
+        parts = (*parts, slots)
     if not on_gpu:
         return parts, int((engine.kv_cache_gib or CPU_KV_GIB) * GIB)
     parallel = MemoryPart("tensor parallelism", TENSOR_PARALLEL_BYTES * (engine.devices_per_actor > 1))
@@ -196,7 +201,7 @@ REWARD_MODEL = FunctionSpec(
 
 
 def _reference(spec: RunSpec) -> ReplicaRequest | None:
-    if not spec.needs_reference:
+    if not spec.needs_reference or spec.learner_is_reference:
         return None
     return ReplicaRequest(
         FunctionName.REFERENCE, Site.LEARNER_SHARED, ranks=count_of(spec.reference.ranks), ranks_key="reference.ranks"
@@ -311,4 +316,5 @@ LEARNER = FunctionSpec(
     lambda _: Bounds(1, "the learner keeps the run's state"),
     _learner_phases,
     publishes=True,
+    output_in=lambda spec: REFERENCE.output if spec.learner_is_reference else "",
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,6 +21,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhfless.functions.sharding import layers_of
 from rlhfless.spec import LoRASpec, ModelSpec
 from rlhfless.spec.errors import InputError, Problem
-from rlhfless.weights.files import TensorStream
 
 PARTS = ("lora_A", "lora_B")
 
@@ -47,22 +48,30 @@ class LoRALinear(torch.nn.Linear):
     lora_B: torch.nn.Parameter
     """`[out, rank]`"""
     scale: float
+    on: bool
+    """Whether the trained adapter takes part."""
+    initial: tuple[torch.Tensor, torch.Tensor] | None
+    """A and B that training started from; None if they changed nothing."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return W x + bias + s B (A x)."""
-        low = linear(input, self.lora_A.to(input.dtype))
-        return super().forward(input) + self.scale * linear(low, self.lora_B.to(input.dtype))
+        if not self.on and self.initial is None:
+            return super().forward(input)
+        down, up = (self.lora_A, self.lora_B) if self.on or self.initial is None else self.initial
+        low = linear(input, down.to(input.dtype))
+        return super().forward(input) + self.scale * linear(low, up.to(input.dtype))
 
 
 def add_adapters(model: Any, spec: LoRASpec, device: torch.device, model_path: str) -> None:
     """Freeze a loaded model, and add an adapter to each target, equal on all ranks.
 
-    Raises InputError if a target matches no layer.
+    Raises InputError if a target matches no layer, or the adapter to start from does not fit.
     """
     if problems := target_problems(model, spec, model_path):
         raise InputError("the model", problems)
+    start = {} if spec.path is None else load_file(Path(spec.path) / ADAPTER_FILE)
     model.requires_grad_(False)
-    for path, layer in dict(_targets(model, spec.targets)).items():
+    for path, layer in dict(_targets(model, spec.patterns)).items():
         drawn = torch.Generator().manual_seed(crc32(path.encode()) ^ spec.seed)
         down = torch.empty(spec.rank, layer.in_features)
         # Equal to kaiming_uniform_(a=sqrt(5)), PEFT's and torch's initial values of a linear layer.
@@ -70,35 +79,97 @@ def add_adapters(model: Any, spec: LoRASpec, device: torch.device, model_path: s
         layer.__class__ = LoRALinear
         layer.lora_A = torch.nn.Parameter(down.to(device))
         layer.lora_B = torch.nn.Parameter(torch.zeros(layer.out_features, spec.rank, device=device))
-        layer.scale = spec.alpha / spec.rank
+        layer.scale, layer.on, layer.initial = spec.alpha / spec.rank, True, None
+        if start:
+            names = [f"{_PEFT_PREFIX}{path}.{part}.weight" for part in PARTS]
+            layer.initial = down, up = tuple(start[name].to(device, torch.float32) for name in names)
+            with torch.no_grad():
+                layer.lora_A.copy_(down)
+                layer.lora_B.copy_(up)
 
 
 def target_problems(model: Any, spec: LoRASpec, model_path: str) -> list[Problem]:
-    """Return a problem if a target matches no linear layer of the model's decoder layers."""
-    targets = dict(_targets(model, spec.targets))
-    unmatched = [name for name in _patterns(spec.targets) if not any(_matches(path, [name]) for path in targets)]
+    """Return problems if a target matches no linear layer of the model's decoder layers, or the adapter to start from
+    is for other layers."""
+    targets = dict(_targets(model, spec.patterns))
+    unmatched = [name for name in spec.patterns if not any(_matches(path, [name]) for path in targets)]
     if not unmatched:
-        return []
-    names = sorted({path.rsplit(".", 1)[-1] for path in dict(_targets(model, "all-linear"))})
+        return [] if spec.path is None else _start_problems(Path(spec.path), spec, targets)
+    names = sorted({path.rsplit(".", 1)[-1] for path in dict(_targets(model, ["*"]))})
     what = f"{', '.join(map(repr, unmatched))} matches no linear layer of {model_path!r}"
     return [Problem("model.lora.targets", what, f"it has {', '.join(names) or 'none'}")]
 
 
-def _targets(model: Any, targets: str | Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield paths and linear layers of the decoder layers that `targets` selects."""
+def _start_problems(folder: Path, spec: LoRASpec, targets: Mapping[str, Any]) -> list[Problem]:
+    """Return why a run cannot start from the adapter in a folder."""
+    field = "model.lora.path"
+    missing = [name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE) if not (folder / name).is_file()]
+    if missing:
+        hint = "name a folder that peft or `rlhfless models export` wrote; download one of a hub first"
+        return [Problem(field, f"{str(folder)!r} has no {' and no '.join(missing)}", hint)]
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+        with safe_open(folder / ADAPTER_FILE, "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (ValueError, SafetensorError) as error:
+        return [Problem(field, f"{str(folder)!r} cannot be read: {error}", "write the adapter again")]
+    problems = [
+        Problem(f"model.lora.{key}", f"{ours}, but the adapter in {str(folder)!r} has {theirs}", f"set it to {theirs}")
+        for key, ours, theirs in (("rank", spec.rank, config.get("r")), ("alpha", spec.alpha, config.get("lora_alpha")))
+        if ours != theirs
+    ]
+    if odd := [name for name in _UNSUPPORTED if config.get(name) not in (None, False, "none", {}, [])]:
+        what = f"the adapter in {str(folder)!r} uses {', '.join(odd)}, which adapters here do not have"
+        problems.append(Problem(field, what, "export it merged, and name that model as model.path"))
+    expected = {
+        f"{_PEFT_PREFIX}{path}.{part}.weight": shape
+        for path, layer in targets.items()
+        for part, shape in zip(PARTS, ((spec.rank, layer.in_features), (layer.out_features, spec.rank)), strict=True)
+    }
+    if not problems and shapes != expected:
+        odd = sorted(name for name in shapes.keys() | expected if shapes.get(name) != expected.get(name))
+        what = f"{len(odd)} tensors of the adapter in {str(folder)!r} are not those of the targets, such as {odd[0]}"
+        problems.append(Problem(field, what, "set model.lora.targets and model.path to those it was trained with"))
+    return problems
+
+
+_UNSUPPORTED = (
+    "use_dora",
+    "use_rslora",
+    "bias",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+)
+"""Keys of PEFT's config that change what an adapter computes."""
+
+
+def _targets(model: Any, patterns: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield paths and linear layers of the decoder layers that match a pattern."""
     names = {module: name for name, module in model.named_modules()}
     for layer in layers_of(model):
         for path, module in layer.named_modules(prefix=names[layer]):
-            if type(module) in (torch.nn.Linear, LoRALinear) and _matches(path, _patterns(targets)):
+            if type(module) in (torch.nn.Linear, LoRALinear) and _matches(path, patterns):
                 yield path, module
-
-
-def _patterns(targets: str | Iterable[str]) -> list[str]:
-    return ["*"] if targets == "all-linear" else list(targets)
 
 
 def _matches(path: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(path.rsplit(".", 1)[-1], pattern) for pattern in patterns)
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Compute as the model before training within the block: as the frozen model, to the last bit, unless training
+    started from an adapter."""
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    for layer in layers:
+        layer.on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.on = True
 
 
 def is_adapter(name: str) -> bool:
@@ -135,6 +206,10 @@ class Adapter:
     """B: `[out, rank]`"""
     scale: float
 
+    def rounded(self, dtype: torch.dtype) -> Adapter:
+        """Return the adapter as it is published in `dtype`."""
+        return Adapter(self.down.detach().to(dtype), self.up.detach().to(dtype), self.scale)
+
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """Return W + s B A `[out, in]`, in float32 or finer."""
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -151,11 +226,9 @@ def adapters_of(model: torch.nn.Module) -> dict[str, Adapter]:
     }
 
 
-def adapter_stream(tensors: Mapping[str, torch.Tensor]) -> TensorStream:
-    """Stream an adapter's `tensors`, by the names of parameters, as PEFT stores them."""
-    named = {f"{_PEFT_PREFIX}{name}.weight": tensor.detach().cpu() for name, tensor in sorted(tensors.items())}
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()}
-    return TensorStream(layout, iter(named.items()))
+def peft_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an adapter's `tensors`, by the names of parameters, on the CPU by PEFT's names."""
+    return {f"{_PEFT_PREFIX}{name}.weight": tensor.detach().cpu() for name, tensor in sorted(tensors.items())}
 
 
 def write_adapter_config(folder: Path, spec: ModelSpec, model: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from typing import Literal, Protocol, Self
 
 from rlhfless.functions.generation.messages import KvTransfer
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
+from rlhfless.scaling.memory import stored_versions
 from rlhfless.spec import DType, EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec, Transport
 from rlhfless.spec.fleet import KvConnector
 from rlhfless.spec.generation import Quantization
@@ -49,6 +50,28 @@ class EngineTimeout(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSlots:
+    """The adapters of an engine whose versions are adapters (LoRA) on base weights that it reads from `model`."""
+
+    rank: int
+    slots: int
+    """Versions that can be in use at the same time."""
+    targets: tuple[str, ...]
+    """Patterns of the names of the linear layers with an adapter."""
+
+    @classmethod
+    def of(cls, run: RunSpec) -> AdapterSlots | None:
+        """Return the slots of a run; None if its versions have all weights.
+
+        While a sample of a step is in progress, the newest version is of the step before, and the sample's is at most
+        `steps_ahead` older. So slots for the versions in the learner's store are enough.
+        """
+        if not run.publishes_adapters or run.model.lora is None:
+            return None
+        return cls(run.model.lora.rank, stored_versions(run), run.model.lora.patterns)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     model: str
     """Folder or hub name."""
@@ -74,6 +97,8 @@ class EngineSettings:
     """How KV of prompts moves between engines; None without prefill actors."""
     sleeps: bool = False
     """The engine will be asked to sleep; vLLM must know this when it allocates GPU memory."""
+    adapters: AdapterSlots | None = None
+    """Its versions are adapters; None: all weights."""
 
     @classmethod
     def of(
@@ -97,6 +122,7 @@ class EngineSettings:
             speculation=run.generation.speculation,
             kv_connector=run.scaling.prefill.connector,
             sleeps=run.placement.in_turns,
+            adapters=AdapterSlots.of(run),
         )
 
     @property
@@ -286,7 +312,8 @@ class Engine(Protocol):
 
         The digest and number of the consumed tensors are checked (`weights.check.check_consumed`). With `in_flight`,
         used only if the class sets `loads_in_flight = True`, unfinished requests keep their tokens and resume with
-        the new weights, as if these had processed all earlier tokens.
+        the new weights, as if these had processed all earlier tokens. If versions are adapters, they continue
+        undisturbed with the version that they began with.
 
         Raises:
             EngineBusy: requests are unfinished, and the load is not in flight; abort them first. Nothing was changed.

@@ -78,6 +78,8 @@ class LearnerSettings(TrainedSettings):
     temperature: float
     quantization: Quantization
     """Quantization of the engines."""
+    publishes_adapters: bool
+    """Whether a version is an adapter alone."""
     probe_token_ids: tuple[int, ...]
     """Tokens of the probe. Each published version carries the learner's logprobs of them."""
     read_back: bool
@@ -87,7 +89,7 @@ class LearnerSettings(TrainedSettings):
     """Newest versions to keep in the store for steps that may still generate with them (scaling.memory)."""
 
 
-LEARNER_PHASES: Mapping[str, str] = {**TrainingActor.phases, "evaluate": "learn"}
+LEARNER_PHASES: Mapping[str, str] = {**TrainingActor.phases, "evaluate": "learn", "compute": "learn"}
 
 
 class LearnerActor(TrainingActor[LearnerSettings]):
@@ -122,7 +124,14 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         settings = self._settings
         self._store = settings.store.open(self.node())
         self._published = list(self._store.versions())
-        self._rank = self._joined(address, LearnerRank, settings.algorithm, settings.temperature, settings.quantization)
+        self._rank = self._joined(
+            address,
+            LearnerRank,
+            settings.algorithm,
+            settings.temperature,
+            settings.quantization,
+            settings.publishes_adapters,
+        )
 
     def publish(self, run_id: str, attempt: int, step: int, averaged: bool) -> tuple[PublishedWeights, ...]:
         """Write the weights to the store. Rank 0 returns the version with samples, without logprobs. *Collective.*"""
@@ -148,7 +157,8 @@ class LearnerActor(TrainingActor[LearnerSettings]):
             while len(self._published) > self._settings.kept_versions:
                 self._store.delete(self._published.pop(0))
         probe = Probe(self._settings.probe_token_ids, (), samples)
-        return (PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe),)
+        base = self._rank.base(tokens) if self._settings.publishes_adapters else None
+        return (PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe, base),)
 
     def feed(self, version: WeightVersion, workers: Sequence[int]) -> int:
         """Feed the weights to `workers[rank]` engine workers on this rank's GPU (rlhfless.weights.buckets).
@@ -214,6 +224,7 @@ class LearnerFunction(TrainedFunction):
             dpo=spec.dpo,
             temperature=spec.generation.temperature,
             quantization=spec.generation.quantization,
+            publishes_adapters=spec.publishes_adapters,
             probe_token_ids=launch.probe_token_ids,
             read_back=spec.weights.read_back,
             store=StoreHome(

@@ -14,16 +14,24 @@ from rlhfless.algorithms.supervised import SupervisedInputs, objective_of
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.batching import MicroBatches, cut_pairs, deal_pairs
 from rlhfless.functions.learner.exact_forward import ExactForward
-from rlhfless.functions.lora import adapters_of
-from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, response_logprobs, response_outputs
-from rlhfless.functions.shares import all_reduce_rows, share_outputs
+from rlhfless.functions.lora import adapters_of, without_adapters
+from rlhfless.functions.policy import (
+    TORCH_DTYPES,
+    Outputs,
+    PolicyNetwork,
+    logprob_outputs,
+    response_logprobs,
+    response_outputs,
+)
+from rlhfless.functions.shares import all_reduce_rows, by_group, share_outputs
 from rlhfless.functions.training.critic import load_critic, values_of
-from rlhfless.functions.training.publishing import Lent, gathered_as, published_stream, sampling
+from rlhfless.functions.training.publishing import Lent, adapter_stream, gathered_as, published_stream, sampling
 from rlhfless.functions.training.rank import TrainingRank, load_trained_policy
 from rlhfless.prefixes.packing import PackedSegments
-from rlhfless.records import FloatArray, IntArray, WeightSample
+from rlhfless.records import BaseWeights, FloatArray, IntArray, WeightSample
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, DPOSpec, LearnerSpec, ModelSpec, RunType
 from rlhfless.spec.generation import Quantization
+from rlhfless.weights.digest import Digest
 from rlhfless.weights.files import TensorStream
 
 LOSS_COLUMNS = declared(PackedBatch).keys() & {field.name for field in dataclasses.fields(LossInputs)}
@@ -44,8 +52,11 @@ class LearnerRank(TrainingRank):
         algorithm: AlgorithmSpec,
         temperature: float,
         quantization: Quantization = "off",
+        publishes_adapters: bool = False,
     ) -> None:
         """`temperature` and `quantization` are those of the engines; see TrainingRank for the rest."""
+        self._adapters_only = publishes_adapters
+        self._base: BaseWeights | None = None
         self._algorithm = algorithm_of(algorithm)
         self._entropy_gradient = algorithm.needs.entropy_gradient
         self._temperature = temperature
@@ -64,6 +75,10 @@ class LearnerRank(TrainingRank):
         return share_outputs(
             self._policy, batch, logprob_outputs(self._policy, self._temperature), self._training.pass_tokens
         )[0]
+
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
+        """Return reference logprobs `[tokens]` of complete groups (see reference_of). *Collective.*"""
+        return reference_of(self._policy, batch, self._temperature, self._training)
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
         """Take a training step (see TrainingRank). *Collective.*
@@ -84,14 +99,36 @@ class LearnerRank(TrainingRank):
         return self._updates(parts, passes.planned_updates)
 
     def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, WeightSample]]:
-        """Stream the weights in the published dtype under their checkpoint names, tied tensors once. *Collective*.
+        """Stream the weights in the published dtype under their checkpoint names, tied tensors once; or the adapter
+        alone, by PEFT's names. *Collective*.
 
         Tensors may share the learner's memory. Ranks other than 0 get an empty stream, and must exhaust it too. The
         second value fills with elements of the tensors, selected by `tokens`, for engines to compare.
         """
-        stream = published_stream(self._model, self._spec.dtype, self._policy.device)
         samples: dict[str, WeightSample] = {}
+        if self._adapters_only:
+            assert self._spec.lora is not None, "the run has an adapter"
+            stream = adapter_stream(self._model, self._spec.dtype, self.base(tokens).digest, self._spec.lora.alpha)
+            if self._mesh.get_rank():
+                return TensorStream({}, iter(())), samples
+        else:
+            stream = published_stream(self._model, self._spec.dtype, self._policy.device)
         return (sampling(stream, tokens, samples) if tokens else stream), samples
+
+    def base(self, tokens: tuple[int, ...] = ()) -> BaseWeights:
+        """Return the digest and samples of the frozen weights, computed once. *Collective.*
+
+        Ranks other than 0 do not see whole tensors, and return a digest of nothing.
+        """
+        if self._base is None:
+            self._policy.settle()
+            stream = published_stream(self._model, self._spec.dtype, self._policy.device, base=True)
+            samples: dict[str, WeightSample] = {}
+            digest = Digest()
+            for _ in digest.passing((sampling(stream, tokens, samples) if tokens else stream).tensors):
+                pass
+            self._base = BaseWeights(digest.hexdigest(), samples)
+        return self._base
 
     def published_everywhere(self, lent: Lent | None) -> TensorStream:
         """Stream the weights on every rank, without samples. `lent` fills offloaded tensors. *Collective.*"""
@@ -105,11 +142,14 @@ class LearnerRank(TrainingRank):
         weights returns the same values, up to its own rounding. *Collective.*
         """
 
-        adapters = adapters_of(self._model)
+        adapters, dtype = adapters_of(self._model), TORCH_DTYPES[self._spec.dtype]
 
         def fetch(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            published = gathered_as(tensor, self._spec.dtype, self._policy.device, adapters.get(name))
-            return published.to(torch.promote_types(tensor.dtype, torch.float32))
+            adapter, exact = adapters.get(name), torch.promote_types(tensor.dtype, torch.float32)
+            merged = None if self._adapters_only else adapter
+            published = gathered_as(tensor, self._spec.dtype, self._policy.device, merged).to(exact)
+            # An engine rounds the product of an adapter, never its sum with the weight.
+            return adapter.rounded(dtype).merged(published) if adapter and self._adapters_only else published
 
         return self._probing.logprobs(token_ids, fetch)
 
@@ -175,6 +215,10 @@ class SupervisedRank(TrainingRank):
             values, _ = share_outputs(self._policy, batch, self._outputs, self._training.pass_tokens)
             return all_reduce_rows(self._policy, values)
 
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
+        """Return reference logprobs `[tokens]` of whole pairs (see reference_of). *Collective.*"""
+        return reference_of(self._policy, batch, 1.0, self._training)
+
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
         """Take a training step (see TrainingRank). *Collective.*"""
         return self._updates(passes.over(batch), passes.planned_updates)
@@ -206,3 +250,14 @@ class SupervisedRank(TrainingRank):
         )
         given = self._objective.loss(inputs)
         return self._share(LossOutputs(given.loss, {"loss": given.loss} | given.metrics), outputs)
+
+
+def reference_of(
+    policy: PolicyNetwork, batch: PackedBatch, temperature: float, learner: LearnerSpec
+) -> tuple[FloatArray, int]:
+    """Return logprobs `[tokens]` of the policy without its adapters, and the prompt tokens saved (see by_group).
+
+    A policy that trains adapters contains the frozen model, so no other function holds it. *Collective.*
+    """
+    with without_adapters(policy.model):
+        return by_group(policy, batch, logprob_outputs(policy, temperature), learner.pass_tokens)

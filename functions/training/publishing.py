@@ -1,6 +1,7 @@
 """The learner's published weights: a stream of tensors in the published format.
 
-A weight with an adapter is published merged with it: computed in float32 from the base weight, and rounded once.
+A weight with an adapter is published merged with it: computed in float32 from the base weight, and rounded once. Or
+the adapter alone is published (`adapter_stream`).
 
 Names and layout match a Hugging Face checkpoint, and a tensor shared by two modules appears once, so an engine's weight
 loader takes the stream like a checkpoint.
@@ -30,17 +31,25 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
-from rlhfless.functions.lora import Adapter, adapters_of, is_adapter
+from rlhfless.functions.lora import Adapter, adapters_of, is_adapter, peft_tensors
 from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.functions.sharding import layers_of, whole, whole_on_first
 from rlhfless.records import WeightSample
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError
 from rlhfless.spec import DType, ModelSpec
 from rlhfless.spec.explain import shown
-from rlhfless.util.errors import class_and_line
+from rlhfless.util.errors import UserError, class_and_line
 from rlhfless.util.text import parsed_json
+from rlhfless.weights.adapters import tied_to_base
 from rlhfless.weights.files import TensorStream
 from rlhfless.weights.samples import weight_sample
+
+
+class WeightsNotFinite(UserError):
+    """Weights are NaN or infinite. Attention would pass them on to other samples of an engine."""
+
+    where = "optimizer.learning_rate"
+
 
 LIVE: Mapping[str, torch.Tensor] = MappingProxyType({})
 """The model's own tensors."""
@@ -57,15 +66,16 @@ def published_stream(
     *,
     everywhere: bool = False,
     lent: Lent | None = None,
+    base: bool = False,
 ) -> TensorStream:
     """Stream all parameters and persistent buffers on `device`, floating-point ones in `dtype`. *Collective*.
 
-    `tensors` replace the model's own. Only rank 0 yields tensors, or every rank with `everywhere`; every rank must
-    exhaust the stream. Tensors may share the model's memory, except with `lent`: each is then read within `lent` and
-    cloned.
+    `tensors` replace the model's own. `base`: weights without their adapters. Only rank 0 yields tensors, or every
+    rank with `everywhere`; every rank must exhaust the stream. Tensors may share the model's memory, except with
+    `lent`: each is then read within `lent` and cloned.
     """
     gather = whole if everywhere else whole_on_first
-    adapters = adapters_of(model)
+    adapters = {} if base else adapters_of(model)
 
     def streamed() -> Iterator[tuple[str, torch.Tensor]]:
         for unit in _units(model, tensors):
@@ -90,6 +100,18 @@ def gathered_as(
     gathered = _fetched(value, dtype, device, whole, adapter)
     assert gathered is not None, "it is gathered on every rank"
     return gathered
+
+
+def adapter_stream(model: PreTrainedModel, dtype: DType, base: str, alpha: int) -> TensorStream:
+    """Stream the model's adapter in `dtype`, tied to base weights of digest `base`. Raises WeightsNotFinite."""
+    tensors = peft_tensors({name: value for name, value in model.named_parameters() if is_adapter(name)})
+    values = {name: tensor.to(TORCH_DTYPES[dtype]) for name, tensor in tensors.items()}
+    if broken := [name for name, tensor in values.items() if not bool(torch.isfinite(tensor).all())]:
+        raise WeightsNotFinite(
+            f"{len(broken)} tensors of the adapter have values that are not finite in {dtype}, such as {broken[0]}; "
+            "lower optimizer.learning_rate, and resume from an earlier checkpoint"
+        )
+    return TensorStream.of(values | tied_to_base(base, alpha))
 
 
 def _fetched(

@@ -33,7 +33,7 @@ from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
 from rlhfless.functions.lm_head import at_least_float32
-from rlhfless.functions.lora import adapter_stream, add_adapters, sum_gradients, trained_parameters
+from rlhfless.functions.lora import add_adapters, peft_tensors, sum_gradients, trained_parameters
 from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.policy_loading import load_policy
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
@@ -50,6 +50,7 @@ from rlhfless.functions.training.saving import Background
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import AdamWSpec, LearnerSpec, ModelSpec, TrainingSpec
+from rlhfless.weights.files import TensorStream
 
 NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 
@@ -144,7 +145,7 @@ class TrainingRank:
         if self._spec.lora is None:
             stream = published_stream(self._model, self._spec.dtype, device, tensors=weights)
         else:
-            stream = adapter_stream(weights)
+            stream = TensorStream.of(peft_tensors(weights))
         write = partial(save_checkpoint, str(location), self._model, self._spec, stream, state, notes, self._savers)
         self._background.begin(str(location), write)
         if not later:

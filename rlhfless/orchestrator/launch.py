@@ -33,7 +33,7 @@ from rlhfless.planning.inputs import planned, shared_kv_bytes
 from rlhfless.planning.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
 from rlhfless.scaling.function_specs import kinds_of, name_of, publisher_of
-from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes
+from rlhfless.scaling.memory import CACHED_VERSIONS, published_bytes, stored_versions
 from rlhfless.scaling.placement import CPU_KIND, Device, Node, Placement
 from rlhfless.spec import RunSpec, Transport
 from rlhfless.spec.errors import InputError
@@ -249,7 +249,7 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
     unknown."""
     if prepared.shape is None:
         return {}
-    size = 0 if spec.supervised else version_bytes(prepared.shape, spec.model.dtype)
+    size = published_bytes(prepared.shape, spec)
     learner = placement.allocation(publisher_of(spec), 0).devices
     loading = 0 if prepared.resolved is None else prepared.resolved.loading_bytes()
     ranks = Counter(device.node for device in learner)

@@ -51,12 +51,16 @@ class SupervisedRun(BaseRun):
     async def batch_of(self, call: Call, examples: Sequence[Example]) -> PackedBatch:
         """Pack examples into a batch, with all per-token outputs that the loss needs."""
         batch = pack_examples(examples)
-        for pool in self.helpers:
+        for pool in (*self.helpers, *self.trainers.pools):
+            if not pool.kind.output:
+                continue
             new = [example for example in examples if example.prompt_id not in self._outputs]
             if new:
                 await self._compute(pool, call, new)
             parts = [values for example in examples for values in self._outputs[example.prompt_id]]
             batch = batch.with_columns(**{pool.kind.output: batch.placed(np.concatenate(parts))})
+            if pool in self.trainers.pools:
+                continue
             if not pool.bounds.idle or len(self._outputs) == len(self.order) + len(self.held_out):
                 pool.release(0)  # its work is done for this step, or for the whole run
         return batch

@@ -25,8 +25,8 @@ from rlhfless.scaling.memory import (
     FrozenBase,
     MemoryPhase,
     kept_bytes,
+    published_bytes,
     stored_versions,
-    version_bytes,
     without_head,
 )
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Device, Node, Placement, PlacementError, Site
@@ -174,7 +174,7 @@ def memory_plan(
         plans.append(
             DevicePlan(times, kind, memory[kind], tuple(parts), spec.placement.in_turns, spec.placement.tenants - 1)
         )
-    store = 0 if spec.supervised else version_bytes(shape, spec.model.dtype)
+    store = published_bytes(shape, spec)
     headless = {"critic", "learner"} if spec.type == "reward_model" else {"critic"}
     sizes = {name: (without_head(shape) if name in headless else shape).parameters for name in spec.trained}
     weights = {name: 4 * sizes[name] * part.copies for name, part in spec.trained.items()}
@@ -273,7 +273,8 @@ def _nodes(kind: str, count: int, first: int = 0) -> list[Node]:
 
 def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
     """Return the host bytes needed to load reference and reward models, each in its own format."""
-    reference = DTYPE_BYTES[spec.learner.dtype] * shape.parameters if spec.needs_reference else 0
+    apart = spec.needs_reference and not spec.learner_is_reference
+    reference = DTYPE_BYTES[spec.learner.dtype] * shape.parameters if apart else 0
     return reference + sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in rewards)
 
 

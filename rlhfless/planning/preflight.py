@@ -35,7 +35,7 @@ from rlhfless.records import Prompt
 from rlhfless.records.rollouts import Example
 from rlhfless.scaling.latency.devices import load_devices
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
-from rlhfless.scaling.memory import stored_versions, version_bytes
+from rlhfless.scaling.memory import published_bytes, stored_versions
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import OWN_DEVICES, load_price_book
 from rlhfless.spec import RunSpec
@@ -236,8 +236,7 @@ def _memory_problems(resolved: ResolvedRun, shape: ModelShape | None) -> list[Pr
     ]
     if problems or shape is None:
         return problems
-    stored = 0 if spec.supervised else version_bytes(shape, spec.model.dtype)
-    needed = Needed(stored, stored_versions(spec), resolved.loading_bytes())
+    needed = Needed(published_bytes(shape, spec), stored_versions(spec), resolved.loading_bytes())
     return room_problems(needed, room_at(str(store_base(spec))))
 
 

@@ -59,6 +59,7 @@ kernel per seeded row, estimated from its code at 3 to 6 ms per iteration at 256
 
 REASONS = {
     "dtype": "GPUs compute in 16 bits",
+    "lora": "the smaller of the versions that engines there can load",
     "max_tokens": "half of the model's context is left to prompts",
     "devices": "as many as it may have there",
     "mode": "the cheapest placement that fits",
@@ -113,7 +114,7 @@ class ResolvedRun:
         memory is never a reason.
         """
         kind = self.devices.kind
-        problems = [*quantization_problems(self.spec, kind, shape), *device_problems(self.spec, kind)]
+        problems = [*quantization_problems(self.spec, kind, shape), *device_problems(self.spec, kind, shape)]
         if self.asked is None or self.memory is None or self.memory.fits or on_cores(self.spec, kind):
             return problems
         change = nearest_change(self.asked)
@@ -175,7 +176,7 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
     others = reward_shapes(spec), draft_shape(spec)
-    given = resolve_for_kind(spec, kind)
+    given = resolve_for_kind(spec, kind, shape)
     asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, given)
     asked = replace(asked, spec=placed(asked))
     return replace(asked, spec=timed(asked))
@@ -197,10 +198,10 @@ def on_cores(spec: RunSpec, kind: str) -> bool:
     return {kind, spec.placement.kind_of_learner(kind)} == {CPU_KIND}
 
 
-def resolve_for_kind(spec: RunSpec, kind: str) -> RunSpec:
+def resolve_for_kind(spec: RunSpec, kind: str, shape: ModelShape | None = None) -> RunSpec:
     """Return the spec with the defaults for devices of a kind, such as bfloat16 on GPUs.
 
-    `placed` resolves the values that depend on memory.
+    `shape` is None for a model of unknown size. `placed` resolves the values that depend on memory.
     """
     learning = spec.placement.kind_of_learner(kind)
     wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
@@ -210,6 +211,8 @@ def resolve_for_kind(spec: RunSpec, kind: str) -> RunSpec:
         spec = edited(spec, open_keys | {BATCH_TOKENS: engine.batch_tokens})
     wanted |= {f"{name}.dtype": "bfloat16" for name in spec.trained if learning != CPU_KIND}
     spec = edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
+    if spec.type == "rlhf" and spec.model.lora is not None and spec.generation.lora == "auto":
+        spec = edited(spec, {"generation.lora": "merged" if why_merged(spec, kind, shape) else "adapter"})
     if learning == CPU_KIND:
         spec = edited(spec, dict.fromkeys(open_ranks(spec), 1))
         for name, part in spec.trained.items():
@@ -220,6 +223,23 @@ def resolve_for_kind(spec: RunSpec, kind: str) -> RunSpec:
     return with_fewest_actors(edited(spec, {"placement.mode": "colocated"}) if spec.placement.mode == "auto" else spec)
 
 
+def why_merged(spec: RunSpec, kind: str, shape: ModelShape | None) -> tuple[str, str] | None:
+    """Return the reason that engines on devices of a kind cannot serve adapters, and a hint; None if they can."""
+    generation, transport = spec.generation, spec.weights.transport
+    if generation.engine.type != "vllm":
+        return f"generation.engine.type is {generation.engine.type}, which loads all weights", "use vllm"
+    if generation.quantization != "off":
+        what = f"generation.quantization is {generation.quantization}, and adapters have not been tried on such layers"
+        return what, "set it to off"
+    if transport in ("nccl", "cuda_ipc"):
+        return f"weights.transport is {transport}, which moves all weights", "set it to auto"
+    if shape is not None and shape.experts:
+        return "the model has experts, for which vLLM takes other kernels beside adapters", "leave generation.lora out"
+    if kind != CPU_KIND and spec.model.dtype == "float32":
+        return f"model.dtype is float32, and the kernels of {kind} for adapters have 16 bits", "set it to bfloat16"
+    return None
+
+
 def unplanned(spec: RunSpec, kind: str) -> RunSpec:
     """Resolve a spec for a model of unknown size: GPUs recompute activations, which works for every model that fits."""
     spec = resolve_for_kind(spec, kind)
@@ -228,6 +248,7 @@ def unplanned(spec: RunSpec, kind: str) -> RunSpec:
 
 SETTLED = (
     "model.dtype",
+    "generation.lora",
     "learner.dtype",
     "learner.gradient_checkpointing",
     "learner.offload",
@@ -264,9 +285,16 @@ def keep_resolved(spec: RunSpec, before: RunSpec) -> RunSpec:
     return edited(spec, kept)
 
 
-def device_problems(spec: RunSpec, kind: str) -> list[Problem]:
-    """Return the reasons to refuse devices of a kind for a spec, regardless of their number."""
-    return [*_format_problems(spec, kind), *_speculation_problems(spec, kind)]
+def device_problems(spec: RunSpec, kind: str, shape: ModelShape | None = None) -> list[Problem]:
+    """Return the reasons to refuse devices of a kind for a spec and a model, regardless of their number."""
+    return [*_format_problems(spec, kind), *_speculation_problems(spec, kind), *_adapter_problems(spec, kind, shape)]
+
+
+def _adapter_problems(spec: RunSpec, kind: str, shape: ModelShape | None) -> list[Problem]:
+    """Return the problem of a run that asks for adapters where engines cannot serve them."""
+    if not spec.publishes_adapters or (why := why_merged(spec, kind, shape)) is None:
+        return []
+    return [Problem("generation.lora", f"adapter, but {why[0]}", f"set it to merged, or {why[1]}")]
 
 
 def _speculation_problems(spec: RunSpec, kind: str) -> list[Problem]:
@@ -336,7 +364,8 @@ def quantization_problems(spec: RunSpec, kind: str, shape: ModelShape | None) ->
 def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
     """Return the reasons to refuse a run on these devices: rejected settings and insufficient memory."""
     refused = (
-        f"{problem.where}: {problem.what}; {problem.hint}" for problem in device_problems(asked.spec, asked.sheet.kind)
+        f"{problem.where}: {problem.what}; {problem.hint}"
+        for problem in device_problems(asked.spec, asked.sheet.kind, asked.shape)
     )
     return (*refused, *plan.problems)
 

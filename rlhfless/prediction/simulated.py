@@ -26,7 +26,7 @@ from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import Interval, length, union
 from rlhfless.scaling.engine_model import per_pass
-from rlhfless.scaling.memory import FrozenBase, learner_states_bytes
+from rlhfless.scaling.memory import FrozenBase, learner_states_bytes, published_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import NO_HEARTBEATS_S, compare
 from rlhfless.sim.experiment.figures import Totals
@@ -290,7 +290,7 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths) -
     tokens = Drawn.of(spec, lengths.signal).learned_samples * (lengths.mean_tokens + lengths.prompt_tokens)
     learn_s = latency.learn.at(tokens * spec.epochs)
     flops_per_s = asked.learner_sheet.flops_per_s.value * asked.learner_count
-    operations = learn_operations(spec.learner.recomputes)
+    operations = learn_operations(spec.learner.recomputes, spec.model.lora is not None)
     peak_s = operations * asked.shape.active * tokens * spec.epochs / flops_per_s
     mfu = min(max(peak_s / learn_s, LOWEST_MFU), 1.0) if learn_s > 0 else 1.0
     evaluated = evaluated_share(spec.mini_batches, spec.epochs, spec.algorithm.needs.old_logprobs)
@@ -330,6 +330,9 @@ def _scenario(
             "mini_batches": spec.mini_batches,
             "epochs": spec.epochs,
             "old_logprobs": spec.algorithm.needs.old_logprobs,
+            "reference": spec.learner_is_reference,
+            "adapters": spec.model.lora is not None,
+            "version_bytes": published_bytes(asked.shape, spec) if spec.publishes_adapters else None,
             "learned_share": drawn.learned_share,
             "state_bytes_per_parameter": _state_bytes(asked),
             "micro_batch_tokens": spec.learner.pass_tokens,
@@ -345,7 +348,7 @@ def _scenario(
     values |= {key: measured[key] for key in ("fleet", "heartbeat_s") if key in measured}
     if spec.learner.share_prefixes and "mfu" not in measured.get("learner", {}):  # else already included
         values["prefixes"] = {"levels": []}
-    if spec.needs_reference:
+    if spec.needs_reference and not spec.learner_is_reference:
         values["reference"] = {"devices": count_of(spec.reference.ranks)}
     if spec.critic is not None:
         values["critic"] = {"epochs": spec.epochs_of("critic"), "devices": spec.critic.world_size}

@@ -64,9 +64,10 @@ class Seconds:
         """Return the seconds by the devices' data sheet, at the simulator's utilisation."""
         spec, timing = asked.spec, LearnerTimingSpec()
         shape = without_head(asked.shape) if spec.type == "reward_model" else asked.shape
-        operations = learn_operations(spec.learner.recomputes)
+        operations = learn_operations(spec.learner.recomputes, spec.model.lora is not None)
         learn_s = operations * operation_s(shape, asked.sheet, spec.learner.world_size, timing)
-        reference_s = FORWARD_OPERATIONS * operation_s(shape, asked.sheet, count_of(spec.reference.ranks), timing)
+        ranks = spec.learner.world_size if spec.learner_is_reference else count_of(spec.reference.ranks)
+        reference_s = FORWARD_OPERATIONS * operation_s(shape, asked.sheet, ranks, timing)
         pass_s = pass_operation_s(shape, asked.sheet, timing)
         learn = LineFit(fixed_s=operations * spec.epochs * pass_s, token_s=learn_s)
         reference = LineFit(fixed_s=FORWARD_OPERATIONS * pass_s, token_s=reference_s)
@@ -102,7 +103,9 @@ def _step(asked: Question, lengths: Lengths, seconds: Seconds, factor: float) ->
     tokens = spec.prompts_per_step * spec.sequences_per_prompt * factor * (lengths.prompt_tokens + lengths.mean_tokens)
     work_s: dict[FunctionName | None, float] = {FunctionName.LEARNER: seconds.learn.at(tokens * spec.epochs)}
     if spec.needs_reference:
-        work_s[FunctionName.REFERENCE] = _new_share(spec, lengths) * seconds.reference.at(tokens)
+        function = FunctionName.LEARNER if spec.learner_is_reference else FunctionName.REFERENCE
+        reference_s = _new_share(spec, lengths) * seconds.reference.at(tokens)
+        work_s[function] = work_s.get(function, 0.0) + reference_s
     return work_s | {None: seconds.fixed_s}
 
 

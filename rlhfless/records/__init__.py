@@ -6,6 +6,7 @@ from rlhfless.records.ledger import (
     PREFIXES,
     START,
     TRANSPORT,
+    BaseWeights,
     Decision,
     FunctionName,
     FunctionRole,

@@ -302,6 +302,15 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """The frozen weights under an adapter, which engines read from the model's folder and compare with these."""
+
+    digest: str
+    samples: Mapping[str, WeightSample] = field(default_factory=dict)
+    """See Probe."""
+
+
+@dataclass(frozen=True, slots=True)
 class PublishedWeights:
     """A version that the learner has written to the store."""
 
@@ -311,6 +320,8 @@ class PublishedWeights:
     size_bytes: int
     tensors: int
     probe: Probe
+    base: BaseWeights | None = None
+    """If the version is an adapter: the weights that it belongs to."""
 
 
 TRACE_FOLDER = "trace"

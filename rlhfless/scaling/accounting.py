@@ -288,7 +288,11 @@ PHASES: Mapping[Work, Phase] = MappingProxyType(
 )
 
 _COLUMN_PHASES: Mapping[str, Phase] = MappingProxyType(
-    {FunctionName.REFERENCE: Phase.REFERENCE, FunctionName.CRITIC: Phase.CRITIC}
+    {
+        FunctionName.REFERENCE: Phase.REFERENCE,
+        FunctionName.LEARNER: Phase.REFERENCE,  # without its adapters
+        FunctionName.CRITIC: Phase.CRITIC,
+    }
 )
 
 

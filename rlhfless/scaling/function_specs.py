@@ -9,7 +9,7 @@ docs/extending.md). A declaration imports neither Ray nor torch: its deployment 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -97,6 +97,8 @@ class FunctionSpec:
     output: str = ""
     """The per-token output that it computes: always with the role ANNOTATES; with UPDATES, from the weights before the
     step's update."""
+    output_in: Callable[[RunSpec], str] | None = None
+    """Returns the output in a run, if it depends on the run."""
     publishes: bool = False
     """Whether the engines load the weights that it learns. Exactly one function with the role UPDATES does, and it
     is updated after the others."""
@@ -116,7 +118,8 @@ def declared() -> Mapping[str, FunctionSpec]:
 def kinds_of(spec: RunSpec) -> tuple[FunctionSpec, ...]:
     """Return the functions of a run: the built-in ones that it needs, then user-defined ones."""
     own: list[FunctionSpec] = [make(settings, {}).kind(name) for name, settings in spec.functions.items()]
-    return tuple(kind for kind in (*declared().values(), *own) if kind.wanted(spec) is not None)
+    kinds = (kind for kind in (*declared().values(), *own) if kind.wanted(spec) is not None)
+    return tuple(kind if kind.output_in is None else replace(kind, output=kind.output_in(spec)) for kind in kinds)
 
 
 def replica_requests(spec: RunSpec) -> tuple[ReplicaRequest, ...]:

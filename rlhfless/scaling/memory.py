@@ -219,6 +219,8 @@ class FrozenBase:
     """Parameters of the adapters."""
     dtype: DType
     """Number format of the layers' frozen weights."""
+    started: bool = False
+    """Training starts from an adapter, which is kept as the reference."""
 
     @classmethod
     def of(cls, shape: ModelShape, model: ModelSpec) -> FrozenBase | None:
@@ -233,7 +235,7 @@ class FrozenBase:
         dense = shape.dense_mlp // (3 * shape.hidden * shape.layers)
         mlp = 3 * (shape.hidden + dense) if dense else 0
         of_layer = 4 * shape.hidden + 2 * shape.query_width + 2 * shape.key_width + mlp
-        return cls(model.lora.rank * shape.layers * of_layer, model.dtype)
+        return cls(model.lora.rank * shape.layers * of_layer, model.dtype, model.lora.path is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +307,8 @@ def learner_states_bytes(
         base = 4 * root + DTYPE_BYTES[adapter.dtype] * (shape.parameters - root)
         frozen: tuple[MemoryPart, ...] = (MemoryPart("frozen weights", math.ceil(base / ranks)),)
         p = adapter.parameters
+        if adapter.started:
+            frozen = (*frozen, MemoryPart("adapter of the reference", 4 * p))
     else:
         frozen = ()
         p = math.ceil(shape.parameters / ranks)
@@ -551,5 +555,13 @@ def engine_parts(
 
 
 def version_bytes(shape: ModelShape, dtype: DType) -> int:
-    """Return the bytes of a published version: b P."""
+    """Return the bytes of all weights: b P."""
     return DTYPE_BYTES[dtype] * shape.parameters
+
+
+def published_bytes(shape: ModelShape, spec: RunSpec) -> int:
+    """Return the bytes of a version of a run: of its weights, or its adapter; 0 if it publishes none."""
+    adapter = FrozenBase.of(shape, spec.model)
+    if spec.publishes_adapters and adapter is not None:
+        return DTYPE_BYTES[spec.model.dtype] * adapter.parameters
+    return 0 if spec.supervised else version_bytes(shape, spec.model.dtype)

@@ -56,8 +56,9 @@ def settings_of(subject: Subject, tensor_parallel: int = 0) -> EngineSettings:
         subject.asked.sequence_tokens,
         shared_kv_bytes(spec, subject.asked.shape, subject.kind),
     )
-    # Sleep is checked even if the run does not take turns, and on GPUs vLLM must know it at startup.
-    return replace(settings, engine=engine, sleeps=True)
+    # Sleep is checked even if the run does not take turns, and on GPUs vLLM must know it at startup. The checks load
+    # whole weights; an engine with adapters tries its products of adapters at each start (vllm/lora_slots.py).
+    return replace(settings, engine=engine, sleeps=True, adapters=None)
 
 
 class Engines:

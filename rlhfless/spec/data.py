@@ -36,6 +36,15 @@ class LoRASpec(SpecModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial values."""
 
+    path: HubPath | None = None
+    """Local folder of an adapter in PEFT's format to start from, of this rank, alpha and these targets. The reference
+    is then the model with this adapter. `null`: new adapters, which change nothing at first."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of the names of the layers with an adapter."""
+        return ("*",) if self.targets == "all-linear" else tuple(self.targets)
+
     @field_validator("rank", "alpha")
     @classmethod
     def _power_of_two(cls, value: int) -> int:

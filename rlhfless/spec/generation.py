@@ -216,6 +216,11 @@ class GenerationSpec(SpecModel):
     and per token. Samples are then off-policy, so `algorithm.importance` is required. See docs/accelerators.md for the
     formats that each device supports; CPUs support all of them."""
 
+    lora: Literal["auto", "adapter", "merged"] = "auto"
+    """What a version is in a run with `model.lora`. `adapter`: the adapter alone; engines read the frozen weights from
+    `model.path` once, and samples in progress keep their version while the next one loads. `merged`: all weights, with
+    the adapter merged into them. `auto`: `adapter` where engines can serve it, see docs/lora.md."""
+
     progress_interval_s: Duration = 0.5
     """Interval in seconds at which an actor reports the tokens generated so far."""
 

@@ -196,9 +196,19 @@ class RunKeys(SpecModel):
         return section
 
     @property
+    def publishes_adapters(self) -> bool:
+        """Whether a version of the weights is an adapter alone, once `generation.lora` is resolved."""
+        return self.type == "rlhf" and self.model.lora is not None and self.generation.lora == "adapter"
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether the run needs a reference function."""
+        """Whether the run needs reference logprobs."""
         return self.type == "dpo" or (not self.supervised and self.algorithm.needs.reference)
+
+    @property
+    def learner_is_reference(self) -> bool:
+        """Whether the learner computes the reference logprobs, by leaving out the adapters that it trains."""
+        return self.needs_reference and self.model.lora is not None
 
     @property
     def sequences_per_prompt(self) -> int:

@@ -252,6 +252,14 @@ def _check_quantization(spec: RunKeys) -> None:
         )
 
 
+def _check_lora(spec: RunKeys) -> None:
+    if spec.type == "rlhf" and spec.model.lora is None and spec.generation.lora != "auto":
+        raise ValueError(
+            f"generation.lora is {spec.generation.lora}, but the run trains all weights; give model.lora, or leave "
+            "generation.lora out"
+        )
+
+
 def _check_broadcast(spec: RunKeys) -> None:
     actors = spec.scaling.generation
     if spec.weights.transport == "nccl" and actors.min_actors != actors.max_actors:
@@ -352,6 +360,7 @@ _CHECKS = (
     _check_environment,
     _check_drafts,
     _check_quantization,
+    _check_lora,
     _check_broadcast,
     _check_average,
     _check_staleness,

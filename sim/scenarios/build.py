@@ -120,7 +120,7 @@ class ScenarioLayout:
         scenario, node, side = self._scenario, self._first.devices[0][0], tuple(self.learner_side)
         kind, count = side[0].kind, len(side)
         work = scenario.learner
-        evaluated = evaluated_share(work.mini_batches, work.epochs, work.old_logprobs)
+        evaluated = evaluated_share(work.mini_batches, work.epochs, work.old_logprobs) + work.reference
         return LearnerShape(
             self._slot(FunctionName.LEARNER, node, side),
             scenario.learner.fixed_s + timing.passes_s(scenario, kind, evaluated),
@@ -182,7 +182,7 @@ class ScenarioLayout:
         Raises ValueError for a broadcast to actors that may be released.
         """
         spec, measured = self._scenario.transport, self._measured
-        size = self._scenario.model.shape.total_bytes
+        size = timing.version_bytes(self._scenario)
         if measured is not None:
             return Transport(spec.kind, math.inf, measured.load_weights_s, size)
         fixed_s = spec.fixed_s + self._scenario.engine.step_s

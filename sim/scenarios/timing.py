@@ -34,6 +34,10 @@ KEPT_SHARE = 6 / 8
 """The time of a forward and backward pass that keeps its activations, as a share of one that recomputes them: MFUs are
 of passes of 8 operations."""
 
+ADAPTERS_SHARE = 0.885
+"""The time of a step that trains adapters, as a share of one that trains all weights: on CPU cores, 0.87 to 0.90 were
+measured (29 M parameters, rank 8). By operations it would be two thirds; no GPU has been measured."""
+
 FORWARD_OPERATIONS = 2 * 6 / 8
 """Operations of a forward pass alone, at the rate of devices that recompute activations: 8 operations in the time of
 6."""
@@ -177,12 +181,13 @@ def state_bytes(scenario: Scenario) -> float:
 def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
     """Return the seconds of forward and backward passes on `devices` devices, per generated token."""
     learner = scenario.learner
-    return learner.learned_share * learn_operations(learner.gradient_checkpointing) * _token_s(scenario, kind, devices)
+    operations = learn_operations(learner.gradient_checkpointing, learner.adapters)
+    return learner.learned_share * operations * _token_s(scenario, kind, devices)
 
 
-def learn_operations(recomputes: bool) -> float:
+def learn_operations(recomputes: bool, adapters: bool) -> float:
     """Return the operations per parameter and token of a learning step, at the rate of recomputing activations."""
-    return LEARN_OPERATIONS * (1 if recomputes else KEPT_SHARE)
+    return LEARN_OPERATIONS * (1 if recomputes else KEPT_SHARE) * (ADAPTERS_SHARE if adapters else 1)
 
 
 def passes_s(scenario: Scenario, kind: str, evaluated: float) -> float:
@@ -192,7 +197,7 @@ def passes_s(scenario: Scenario, kind: str, evaluated: float) -> float:
     pass.
     """
     learner = scenario.learner
-    operations = learner.epochs * learn_operations(learner.gradient_checkpointing)
+    operations = learner.epochs * learn_operations(learner.gradient_checkpointing, learner.adapters)
     operations += FORWARD_OPERATIONS * (evaluated + (scenario.reference is not None))
     return operations * pass_operation_s(scenario.model.shape, scenario.cluster.sheet(kind), learner)
 
@@ -244,7 +249,12 @@ def publish_s(scenario: Scenario, measured: LatencyFile | None) -> float:
     if measured is not None:
         return measured.publish_s
     transport = scenario.transport
-    return transport.fixed_s + scenario.model.shape.total_bytes / transport.publish_bytes_per_s
+    return transport.fixed_s + version_bytes(scenario) / transport.publish_bytes_per_s
+
+
+def version_bytes(scenario: Scenario) -> int:
+    """Return the bytes of a published version."""
+    return scenario.learner.version_bytes or scenario.model.shape.total_bytes
 
 
 def _token_s(scenario: Scenario, kind: str, devices: int) -> float:

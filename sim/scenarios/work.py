@@ -156,6 +156,16 @@ class LearnerTimingSpec(SpecModel):
     old_logprobs: bool = False
     """Always run a forward pass over all samples before the first update, as for a KL term in the reward."""
 
+    reference: bool = False
+    """The learner computes reference logprobs itself: it trains adapters, and leaves them out for that."""
+
+    adapters: bool = False
+    """Train adapters (LoRA) on frozen weights: a step takes 0.885 of the time of training all weights. Measured on CPU
+    cores: 0.87 to 0.90."""
+
+    version_bytes: Count | None = None
+    """Bytes of a published version. `null`: all weights of the model."""
+
     learned_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of a step's samples that are learned. The others are only generated and scored, because their groups are
     dropped."""

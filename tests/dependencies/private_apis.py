@@ -13,6 +13,7 @@ CORE, READ_BACK, WEIGHT_ENGINE = f"{VLLM}/core.py", f"{VLLM}/read_back.py", f"{V
 KV_FILES, ARGUMENTS = (f"{VLLM}/{name}.py" for name in ("kv_files", "arguments"))
 VERIFICATION, DRAFTING = (f"{VLLM}/{name}.py" for name in ("verification", "drafting"))
 QUANTISED, SCHEDULER = f"{VLLM}/fp8.py", f"{VLLM}/scheduler.py"
+LORA_REPAIRS, LORA_SLOTS = f"{VLLM}/lora_repairs.py", f"{VLLM}/lora_slots.py"
 ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
 ATTENTION, CHECK = "functions/prefix_attention.py", "functions/attention_check.py"
@@ -55,11 +56,12 @@ class SourceText:
 VLLM_NAMES = (
     PrivateName("vllm.LLMEngine", (CORE,), "drive vLLM iteration by iteration",
                 has=("engine_core", "output_processor", "collective_rpc", "reset_prefix_cache", "set_weight_version",
-                     "has_unfinished_requests", "step", "get_tokenizer", "sleep", "wake_up")),
+                     "has_unfinished_requests", "step", "get_tokenizer", "sleep", "wake_up", "list_loras")),
     PrivateName("vllm.LLMEngine.sleep", (CORE,), "give a GPU's memory up", takes=("level", "mode")),
     PrivateName("vllm.LLMEngine.wake_up", (CORE,), "get it back in parts", takes=("tags",)),
     PrivateName("vllm.LLMEngine.from_vllm_config", (CORE,), "make it", takes=("vllm_config", "disable_log_stats")),
-    PrivateName("vllm.LLMEngine.add_request", (CORE,), "submit a sample", takes=("request_id", "prompt", "params")),
+    PrivateName("vllm.LLMEngine.add_request", (CORE,), "submit a sample",
+                takes=("request_id", "prompt", "params", "lora_request")),
     *(PrivateName(f"vllm.distributed.destroy_{what}", (CORE,), "close an engine of one process")
       for what in ("distributed_environment", "model_parallel")),
     PrivateName("vllm.inputs.engine.tokens_input", (CORE,), "prompts as tokens, with the weights' salt",
@@ -123,7 +125,7 @@ VLLM_NAMES = (
                 "import a model's class without a second Python", has=("load_model_cls",)),
     PrivateName("vllm.outputs.CompletionOutput", (CORE,), "weight versions of spans of a response",
                 has=("weight_versions",)),
-    PrivateName("vllm.platforms.current_platform", (VERIFICATION, WEIGHT_ENGINE, WEIGHT_ENGINE, VERIFICATION,
+    PrivateName("vllm.platforms.current_platform", (VERIFICATION, WEIGHT_ENGINE, LORA_REPAIRS,
                 QUANTISED), "whether this is a CPU, and its codes for fp8", has=("is_cpu", "fp8_dtype")),
     PrivateName("vllm.v1.worker.gpu_model_runner", (VERIFICATION,), "its request states are replaced by ours",
                 has=("CachedRequestState",)),
@@ -167,8 +169,10 @@ VLLM_NAMES = (
     PrivateName("vllm.v1.metrics.stats.RequestSpecDecodeMetrics", (CORE,), "drafts of a response, and how many were "
                 "accepted", has=("per_step_drafted", "per_step_accepted", "num_spec_tokens")),
     PrivateName("vllm.config.SpeculativeConfig", (DRAFTING,), "most drafts of a pass", has=("num_speculative_tokens",)),
-    PrivateName("vllm.distributed.get_tensor_model_parallel_rank", (KV_FILES, WEIGHT_ENGINE), "the worker's own part"),
-    PrivateName("vllm.distributed.get_tensor_model_parallel_world_size", (WEIGHT_ENGINE,), "its share of the hashing"),
+    PrivateName("vllm.distributed.get_tensor_model_parallel_rank", (KV_FILES, WEIGHT_ENGINE, LORA_SLOTS),
+                "the worker's own part"),
+    PrivateName("vllm.distributed.get_tensor_model_parallel_world_size", (WEIGHT_ENGINE, LORA_SLOTS),
+                "its share of the hashing"),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1", (KV_FILES,),
                 "move KV between engines by files", takes=("vllm_config", "role", "kv_cache_config"),
                 has=("_kv_transfer_config", "_get_connector_metadata", "request_finished", "register_kv_caches")),
@@ -206,9 +210,9 @@ VLLM_NAMES = (
                 "load codes instead of weights, to see where elements go", takes=("tensor",)),
     PrivateName("vllm.model_executor.model_loader.reload.utils.get_layer_tensors", (READ_BACK,),
                 "load codes instead of weights, to see where elements go", takes=("layer",)),
-    PrivateName("vllm.model_executor.model_loader.reload.initialize_layerwise_reload", (WEIGHT_ENGINE,),
+    PrivateName("vllm.model_executor.model_loader.reload.initialize_layerwise_reload", (WEIGHT_ENGINE, LORA_SLOTS),
                 "load weights into a running engine", takes=("model",)),
-    PrivateName("vllm.model_executor.model_loader.reload.finalize_layerwise_reload", (WEIGHT_ENGINE,),
+    PrivateName("vllm.model_executor.model_loader.reload.finalize_layerwise_reload", (WEIGHT_ENGINE, LORA_SLOTS),
                 "load weights into a running engine"),
     PrivateName("vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase", (WEIGHT_ENGINE,),
                 "repack a tied head on CPUs", has=("process_weights_after_loading",)),
@@ -232,6 +236,38 @@ VLLM_NAMES = (
     PrivateName("vllm.distributed.weight_transfer.base.WeightTransferUpdateInfo", (WEIGHT_ENGINE,), "the same"),
     PrivateName("vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory", (WEIGHT_ENGINE,), "the same",
                 has=("register_engine",)),
+    PrivateName("vllm.lora.request.LoRARequest", (CORE, LORA_SLOTS), "versions that are adapters",
+                takes=("lora_name", "lora_int_id", "lora_path")),
+    PrivateName("vllm.lora.worker_manager.WorkerLoRAManager", (LORA_SLOTS,), "adapters from memory", takes=(),
+                has=("_load_adapter", "_adapter_manager", "add_adapter", "remove_adapter")),
+    PrivateName("vllm.lora.worker_manager.WorkerLoRAManager._load_adapter", (LORA_SLOTS,), "the method that ours "
+                "replaces", takes=("self", "lora_request")),
+    PrivateName("vllm.lora.model_manager.LoRAModelManager", (LORA_REPAIRS, LORA_SLOTS), "slots, and which layers have "
+                "them", has=("_match_target_modules", "_set_adapter_mapping", "_last_mapping", "remove_all_adapters",
+                "lora_slots")),
+    PrivateName("vllm.model_executor.model_loader.reload.layerwise", (LORA_SLOTS,), "the logger that warns of layers "
+                "without new weights", has=("logger",)),
+    PrivateName("vllm.lora.lora_model.LoRAModel.from_lora_tensors", (LORA_SLOTS,), "an adapter from memory",
+                takes=("lora_model_id", "tensors", "peft_helper", "device", "dtype", "weights_mapper")),
+    PrivateName("vllm.lora.lora_model.LoRAModel", (LORA_SLOTS,), "an adapter from memory"),
+    PrivateName("vllm.lora.peft_helper.PEFTHelper", (LORA_SLOTS,), "its scale",
+                takes=("r", "lora_alpha", "target_modules")),
+    PrivateName("vllm.lora.utils.parse_fine_tuned_lora_name", (LORA_SLOTS,), "the layer of a tensor",
+                takes=("name", "weights_mapper")),
+    PrivateName("vllm.lora.utils.replace_submodule", (LORA_SLOTS,), "the model without adapters, to read it back",
+                takes=("model", "module_name", "new_module")),
+    PrivateName("vllm.lora.layers.BaseLayerWithLoRA", (LORA_SLOTS,), "the same"),
+    PrivateName("vllm.lora.layers.LoRAMapping", (LORA_SLOTS,), "try products of adapters",
+                takes=("index_mapping", "prompt_mapping", "is_prefill")),
+    PrivateName("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU", (LORA_REPAIRS,), "products on CPUs",
+                has=("update_metadata", "_update_base_metadata", "token_lora_indices", "add_lora_linear")),
+    PrivateName("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU.add_lora_linear", (LORA_REPAIRS,), "overridden",
+                takes=("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices")),
+    PrivateName("vllm.lora.ops.triton_ops.lora_expand_op", (LORA_REPAIRS,), "the kernel's configuration on Hopper",
+                has=("get_lora_op_configs",)),
+    PrivateName("vllm.model_executor.layers.linear.LinearBase", (LORA_REPAIRS,), "layers that can have an adapter"),
+    PrivateName("vllm.v1.kv_cache_interface.KVCacheConfig", (LORA_REPAIRS,), "zero new blocks",
+                has=("needs_kv_cache_zeroing",)),
     PrivateName("vllm.v1.worker.gpu_worker.Worker", (CORE, WEIGHT_ENGINE), "the phases of a weight load, by name",
                 has=("weight_transfer_engine", "init_weight_transfer_engine", "start_weight_update", "update_weights",
                      "finish_weight_update")),

@@ -12,7 +12,7 @@ from fakes.live_runs import fault_opening
 from rlhfless.orchestrator.driver import execute
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session
-from rlhfless.records import WeightVersion
+from rlhfless.records import WeightVersion, Work
 from rlhfless.records.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
@@ -23,7 +23,9 @@ STEPS = 4
 def opening(assets: Path, folder: Path) -> Session:
     folder.mkdir()
     model = {"path": str(assets / "model"), "lora": {"rank": 8, "alpha": 16}}
-    return fault_opening(assets, folder, actors=1, model=model, steps=STEPS, optimizer={"learning_rate": 1e-2})
+    algorithm = {"type": "grpo", "kl": {"coefficient": 0.01}}
+    options = {"algorithm": algorithm, "optimizer": {"learning_rate": 1e-2}}
+    return fault_opening(assets, folder, actors=1, model=model, steps=STEPS, **options)
 
 
 async def kill_learner_at_work(run: RLRun) -> None:
@@ -47,7 +49,15 @@ def test_an_adapter_is_trained_published_and_resumed_from_its_checkpoint(assets:
     }
     assert [len(digests[step]) for step in range(1, STEPS + 1)] == [1] * STEPS
     assert len(set.union(*digests.values())) == STEPS, "each step generates with the weights of the one before"
-    # The engine computes with the merged weights that the learner learns with.
+    model_bytes = (assets / "model" / "model.safetensors").stat().st_size
+    published = {call.size_bytes for call in trace.invocations if call.work is Work.PUBLISH}
+    assert published
+    assert max(published) < model_bytes / 4, "adapters alone"
+    assert "reference" not in {holding.function for holding in trace.holdings}
+    computed = [call for call in trace.invocations if call.work is Work.LOGPROBS]
+    assert {call.function for call in computed} == {"learner"}
+    assert trace.steps[-1].metrics["reference_kl"] > 1e-4
+    # The engine computes with the adapter that the learner learns with.
     assert all(step.metrics["rollout_logprob_difference_max"] < 1e-3 for step in trace.steps)
 
     recovered, digest = asyncio.run(saboteur.drive(opening(assets, broken), kill_learner_at_work))

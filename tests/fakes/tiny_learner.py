@@ -178,6 +178,7 @@ def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, 
         "algorithm": GRPOSpec(),
         "temperature": 0.8,
         "quantization": "off",
+        "publishes_adapters": False,
     }
     specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
     dtype = changes.pop("published_dtype", "float32")

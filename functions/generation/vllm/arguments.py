@@ -64,9 +64,16 @@ START_CHECK_FRACTION = 0.05
 """Fraction of a GPU that must be free when an engine with planned KV bytes starts: CUDA's context and the first
 weights."""
 
+HAS_ADAPTERS = "RLHFLESS_ADAPTERS"
+"""Environment variable of an engine's processes: 1 if it serves adapters (see lora_repairs.py)."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
+
 OWN_ARGUMENTS = frozenset(
     {
         "distributed_executor_backend",
+        "enable_lora",
         "kv_transfer_config",
         "logprobs_mode",
         "per_request_spec_decode_metrics",
@@ -126,6 +133,14 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             arguments["gpu_memory_utilization"] = START_CHECK_FRACTION
     if settings.quantization != "off":
         arguments["quantization"] = QUANTIZATION
+    if settings.adapters is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.adapters.rank),
+            "max_loras": settings.adapters.slots,
+            "max_cpu_loras": settings.adapters.slots,
+            "lora_target_modules": list(settings.adapters.targets),
+        }
     if settings.speculation.on:
         arguments["speculative_config"] = _speculative(settings)
         arguments["per_request_spec_decode_metrics"] = "detailed"
@@ -247,6 +262,7 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         # Forked processes would share the channel to the adapter, and could not end with their parent.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        HAS_ADAPTERS: str(int(settings.adapters is not None)),
     }
     if settings.device != "cpu":
         fixed["VLLM_BATCH_INVARIANT"] = str(int(settings.batch_invariant))

@@ -7,6 +7,7 @@ They receive plain data, because it may travel as messages. Only `loop` uses thi
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,6 +24,7 @@ from typing import Any, Literal, cast
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
@@ -56,6 +58,16 @@ PROBE = "logprobs"
 
 FIRST = -1
 """Priority of the probe: ahead of all other requests, which have 0 and are served first come, first served."""
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """A version that is an adapter, in a slot of every worker."""
+
+    request: LoRARequest
+    version: str
+    requests: int = 0
+    """Unfinished requests that use it."""
 
 
 class Core:
@@ -92,6 +104,15 @@ class Core:
         """Responses that finished during another call."""
         self._requests: dict[str, SampleRequest] = {}
         """Unfinished requests, by ID."""
+        self._slots = 0 if settings.adapters is None else settings.adapters.slots
+        self._numbers = itertools.count(self._slots + 1)  # vLLM tries its slots with the numbers up to theirs
+        self._adapters: list[_Adapter] = []
+        """The adapters with a slot, oldest first. New requests use the last one."""
+        self._used: dict[str, _Adapter] = {}
+        """Adapters of unfinished requests, by ID."""
+        self._base: str | None = None
+        """Digest of the base weights under the adapters, once they were compared with the learner's."""
+        self._base_dropped = False
         self._tokenizer: Any = self._engine.get_tokenizer()
         eos: int | list[int] | None = config.model_config.try_get_generation_config().get("eos_token_id")
         self._end_ids = closing_ids(self._tokenizer, [eos] if isinstance(eos, int) else eos or ())
@@ -127,7 +148,15 @@ class Core:
             extra_args=self._extra(request),
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
-        internal = self._engine.add_request(request.request_id, prompt, parameters)
+        adapter = self._adapters[-1] if self._adapters else None
+        if adapter is not None and not self._requests:
+            self._require_slot(adapter)
+        internal = self._engine.add_request(
+            request.request_id, prompt, parameters, lora_request=None if adapter is None else adapter.request
+        )
+        if adapter is not None:
+            self._used[request.request_id] = adapter
+            adapter.requests += 1
         self._engine.output_processor.request_states[internal].logprobs_processor = SampledLogprobs()
         self._internal_ids[request.request_id] = internal
         self._requests[request.request_id] = request
@@ -151,6 +180,8 @@ class Core:
 
     def _iterate(self) -> list[Sampled]:
         ended = [self._take(cast(RequestOutput, output)) for output in self._engine.step()]
+        if ended and len(self._adapters) > 1:
+            self._free_slots()
         if ended and self._speculates:
             draft_s, verify_s = self._engine.collective_rpc("rlhfless_draft_times")[0]
             ended[0] = replace(ended[0], draft_s=draft_s, verify_s=verify_s)
@@ -182,17 +213,20 @@ class Core:
     def load(self, published: PublishedWeights, in_flight: bool = False) -> LoadReport:
         """Load a version and drop all KV of the previous one.
 
-        In flight, unfinished requests wait, keep their tokens, and have their KV recomputed with the new weights.
+        In flight, unfinished requests wait, keep their tokens, and have their KV recomputed with the new weights; with
+        adapters, they continue with their own version, and nothing waits or is recomputed.
 
         Raises:
-            EngineBusy: requests are unfinished, and the load is not in flight.
+            EngineBusy: requests are unfinished, and the load is not in flight; or they use all slots.
             WeightCheckFailed: the model did not consume exactly the version's tensors; the engine is now unusable.
         """
         self._require_usable()
         if not in_flight:
             self._require_idle("load weights")
+        if published.base is not None and len(self._adapters) >= self._slots:
+            raise EngineBusy(f"requests use all {self._slots} slots of adapters; abort those of the oldest version")
         self._usable = False  # until the last line: half-loaded weights must never serve
-        report = self._load(published, in_flight)
+        report = self._load(published, in_flight) if published.base is None else self._load_adapter(published)
         self._usable = True
         return report
 
@@ -207,6 +241,51 @@ class Core:
             self._engine.set_weight_version(published.version.label)
         return replace(consumed, read_back=read_back, seconds=time.monotonic() - started)
 
+    def _load_adapter(self, published: PublishedWeights) -> LoadReport:
+        """Give an adapter a slot that no request uses. Its name, number and path are new."""
+        started = time.monotonic()
+        engine, version, probe = self._engine, published.version, published.probe
+        self._check_base(published)
+        number = next(self._numbers)
+        path = f"rlhfless:{number}"
+        answers = engine.collective_rpc("rlhfless_fetch_adapter", args=(published.location, path))
+        report = self._checked(published, answers)
+        samples = {name: tuple(each) for name, each in probe.samples.items()}
+        added = engine.collective_rpc(
+            "rlhfless_add_adapter", args=(version.label, number, path, samples, probe.token_ids)
+        )
+        adapter = _Adapter(LoRARequest(version.label, number, path), version.label)
+        self._require_slot(adapter)
+        self._adapters.append(adapter)
+        self._free_slots()
+        read_back = self._same(published, added)
+        return replace(report, read_back=read_back, seconds=time.monotonic() - started)
+
+    def _check_base(self, published: PublishedWeights) -> None:
+        """Compare the base weights with the learner's, unless they have been already."""
+        base = published.base
+        assert base is not None, "the version is an adapter"
+        if self._base_dropped:
+            self._engine.collective_rpc("rlhfless_reload_base")
+            self._base_dropped = False
+        if self._base == base.digest:
+            return
+        samples = {name: tuple(each) for name, each in base.samples.items()}
+        arguments = base.digest, samples, published.probe.token_ids
+        self._same(published, self._engine.collective_rpc("rlhfless_compare_base", args=arguments))
+        self._base = base.digest
+
+    def _free_slots(self) -> None:
+        """Drop the adapters that no request uses, except the newest."""
+        for adapter in [each for each in self._adapters[:-1] if not each.requests]:
+            self._engine.collective_rpc("rlhfless_drop_adapter", args=(adapter.request.lora_int_id,))
+            self._adapters.remove(adapter)
+
+    def _require_slot(self, adapter: _Adapter) -> None:
+        """Raise EngineDead if vLLM has lost an adapter."""
+        if adapter.request.lora_int_id not in self._engine.list_loras():
+            raise EngineDead(f"vLLM has no adapter {adapter.version} any more, which its requests name")
+
     def _update(self, published: PublishedWeights) -> LoadReport:
         """Run vLLM's phases of a weight update and return the report of the consumed tensors."""
         engine, probe = self._engine, published.probe
@@ -216,26 +295,33 @@ class Core:
             update["probe_tokens"] = probe.token_ids
             update["layout"] = {name: sample.shape for name, sample in probe.samples.items()}
         engine.collective_rpc("update_weights", args=(update,))
-        consumed = [Consumed(*worker) for worker in engine.collective_rpc("rlhfless_consumed")]
+        report = self._checked(published, engine.collective_rpc("rlhfless_consumed"))
+        engine.collective_rpc("finish_weight_update")
+        return report
+
+    @staticmethod
+    def _checked(published: PublishedWeights, answers: list[Any]) -> LoadReport:
+        """Return the report of what the workers consumed. Raises WeightFileError and WeightCheckFailed."""
+        consumed = [Consumed(*worker) for worker in answers]
         for worker in consumed:
             if worker.damage is not None:
                 raise WeightFileError(worker.damage)
         digest = merged(worker.hashes for worker in consumed).hexdigest()
         fewest = min(len(worker.hashes) for worker in consumed)
         check_consumed(published.version, published.tensors, digest, fewest)
-        engine.collective_rpc("finish_weight_update")
         return LoadReport(digest, fewest, 0, consumed[0].size_bytes, 0.0, consumed[0].transport)
 
     def _read_back(self, published: PublishedWeights) -> int:
         """Compare the layers' values in use with the learner's samples and return the number of compared tensors."""
-        compared: set[str] = set()
-        answers: list[dict[str, tuple[int, int]]] = self._engine.collective_rpc(
-            "rlhfless_read_back", args=({name: tuple(each) for name, each in published.probe.samples.items()},)
-        )
+        samples = {name: tuple(each) for name, each in published.probe.samples.items()}
+        return self._same(published, self._engine.collective_rpc("rlhfless_read_back", args=(samples,)))
+
+    @staticmethod
+    def _same(published: PublishedWeights, answers: list[dict[str, tuple[int, int]]]) -> int:
+        """Return the number of tensors that the workers compared. Raises WeightCheckFailed if one differs."""
         for worker in answers:
             check_read_back(published.version, worker)
-            compared |= worker.keys()
-        return len(compared)
+        return len({name for worker in answers for name, (count, _) in worker.items() if count})
 
     @contextmanager
     def _paused(self, keep: bool = False) -> Iterator[None]:
@@ -281,6 +367,9 @@ class Core:
             engine.sleep(level=2 if dropped else 1)
         else:
             engine.collective_rpc("rlhfless_sleep", args=(dropped,))
+        if dropped and self._slots:
+            engine.collective_rpc("rlhfless_forget_adapters")
+            self._adapters, self._base, self._base_dropped = [], None, True
         held = self._held_bytes()
         self._freed_bytes = max(before - held, 0) // self._workers
         self._usable = True
@@ -312,7 +401,9 @@ class Core:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request(PROBE, tokens_input(list(token_ids)), parameters, priority=FIRST)
+        adapter = self._adapters[-1].request if self._adapters else None
+        prompt = tokens_input(list(token_ids))
+        self._engine.add_request(PROBE, prompt, parameters, lora_request=adapter, priority=FIRST)
         while True:
             outputs = {output.request_id: output for output in self._engine.step()}
             probe: Any = outputs.pop(PROBE, None)
@@ -346,15 +437,17 @@ class Core:
         request, completion = self._requests.pop(output.request_id), output.outputs[0]
         token_ids = tuple(completion.token_ids)
         assert completion.finish_reason is not None
+        spans = tuple(VersionSpan(span.version, span.start, span.end) for span in completion.weight_versions or ())
+        if (adapter := self._used.pop(output.request_id, None)) is not None:
+            spans = (VersionSpan(adapter.version, 0, len(token_ids)),) if token_ids else ()
+            adapter.requests -= 1
         sampled = Sampled(
             request_id=output.request_id,
             token_ids=token_ids,
             # A pass that ended in a stop text may have gone beyond it.
             logprobs=tuple(cast(list[float], completion.logprobs)[: len(token_ids)]),
             finish_reason=FinishReason(completion.finish_reason),
-            version_spans=tuple(
-                VersionSpan(span.version, span.start, span.end) for span in completion.weight_versions or ()
-            ),
+            version_spans=spans,
             cached_tokens=output.num_cached_tokens or 0,
             kv_offer=output.kv_transfer_params,
             text="",

@@ -31,6 +31,8 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from rlhfless.functions.generation.vllm import lora_repairs
+
 EVERY = 16
 """Iterations between two messages of a request."""
 
@@ -161,3 +163,6 @@ class SampledLogprobs(LogprobsProcessor):
         if output.new_logprobs is not None:
             assert isinstance(self.logprobs, list)
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+
+
+lora_repairs.install()

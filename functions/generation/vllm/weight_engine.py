@@ -38,9 +38,10 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from rlhfless.functions.generation.vllm import fp8, start_times, verification
+from rlhfless.functions.generation.vllm import fp8, lora_repairs, start_times, verification
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.drafting import DraftingPasses
+from rlhfless.functions.generation.vllm.lora_slots import LoraSlots
 from rlhfless.functions.generation.vllm.messages import Consumed
 from rlhfless.functions.generation.vllm.read_back import TensorIndex, index_tensors, repack_experts
 from rlhfless.functions.host_offload import empty, give_back_free_memory, held_bytes, require_free, storages_of
@@ -89,6 +90,11 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         self._digest = Digest()
         self.index: TensorIndex | None = None
         """Locations of the elements to read back; created with the first version that is read back."""
+
+    @property
+    def reader(self) -> WeightReader:
+        assert self._reader is not None, "init_transfer_engine comes first"
+        return self._reader
 
     @property
     def consumed(self) -> Consumed:
@@ -164,8 +170,11 @@ class StoreWorkerExtension:
     """Mixin for vLLM's worker, called through `collective_rpc`."""
 
     def rlhfless_start(self, drafts_measured: bool) -> start_times.WorkerStart:
-        """Wrap runners that can speculate in DraftingPasses, and return the worker's start times."""
+        """Wrap runners that can speculate in DraftingPasses, try adapters, and return the worker's start times."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if runner.lora_config is not None:
+            self.rlhfless_slots = LoraSlots(runner.lora_manager)
+            self.rlhfless_slots.try_products()
         if isinstance(runner, GPUModelRunner) and hasattr(runner, "drafter") and not runner.use_async_scheduling:
             self.rlhfless_passes = DraftingPasses(runner, measured=drafts_measured)
         return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
@@ -195,6 +204,39 @@ class StoreWorkerExtension:
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         assert engine.index is not None, "a version with probe tokens was loaded"
         return engine.index.compare(engine.model, {name: WeightSample(*each) for name, each in samples.items()})
+
+    def rlhfless_fetch_adapter(self, location: str, path: str) -> Consumed:
+        engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return self.rlhfless_slots.fetch(engine.reader, location, path)
+
+    def rlhfless_compare_base(
+        self, base: str, samples: Mapping[str, tuple[Any, ...]], tokens: Sequence[int]
+    ) -> dict[str, tuple[int, int]]:
+        engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        given = {name: WeightSample(*each) for name, each in samples.items()}
+        return self.rlhfless_slots.compare_base(
+            engine.model, engine.model_config, base, given, tuple(tokens), engine.device
+        )
+
+    def rlhfless_add_adapter(
+        self, name: str, number: int, path: str, samples: Mapping[str, tuple[Any, ...]], tokens: Sequence[int]
+    ) -> dict[str, tuple[int, int]]:
+        """Put a fetched adapter into a slot and compare the slot; see LoraSlots."""
+        self.rlhfless_slots.add(name, number, path)
+        given = {tensor: WeightSample(*each) for tensor, each in samples.items()}
+        return self.rlhfless_slots.compare(number, given, tuple(tokens)) if given else {}
+
+    def rlhfless_drop_adapter(self, number: int) -> None:
+        self.rlhfless_slots.drop(number)
+
+    def rlhfless_forget_adapters(self) -> None:
+        self.rlhfless_slots.clear()
+
+    def rlhfless_reload_base(self) -> None:
+        """Read dropped base weights from the model's folder again."""
+        self.reload_weights()  # type: ignore[attr-defined]
+        if current_platform.is_cpu():
+            repack_shared_weights(self.model_runner.model)  # type: ignore[attr-defined]
 
     def rlhfless_held_bytes(self) -> int:
         return held_bytes(torch.device("cpu") if current_platform.is_cpu() else self.device)  # type: ignore[attr-defined]
@@ -233,5 +275,6 @@ def _tensors(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
 start_times.listen()
 verification.install()
 fp8.install()
+lora_repairs.install()
 bind_rendezvous_to_loopback()
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StoreWeightTransferEngine)

@@ -94,6 +94,7 @@ async def controller_of(
         algorithm=GRPOSpec(),
         temperature=1.0,
         quantization="off",
+        publishes_adapters=False,
         probe_token_ids=PROBE.token_ids,
         read_back=True,
         store=StoreHome(store),

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from fakes.tiny_learner import make_rank
+from fakes.tiny_learner import make_pairs, make_rank, make_supervised
 from fakes.tiny_learner import run_learner as run
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
+from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.cli.main import app
 from rlhfless.functions import sharding
 from rlhfless.functions.host_offload import HostOffload
 from rlhfless.functions.learner.rank import LearnerRank
-from rlhfless.functions.lora import adapters_of, add_adapters
+from rlhfless.functions.lora import adapters_of, add_adapters, is_adapter, peft_tensors, target_problems
 from rlhfless.functions.sharding import whole
+from rlhfless.functions.training.publishing import WeightsNotFinite
 from rlhfless.records.checkpoints import CheckpointNotes
 from rlhfless.spec import LoRASpec
 from rlhfless.spec.errors import InputError
+from rlhfless.weights.adapters import ALPHA, BASE, base_of
+from rlhfless.weights.digest import digest_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -194,3 +199,112 @@ def test_targets(tmp_path, tiny_model):
     learner.close()
     with pytest.raises(InputError, match=r"targets: 'w1' matches no linear layer of .*\n    it has down_proj, gate"):
         add_adapters(AutoModelForCausalLM.from_pretrained(tiny_model), LoRASpec(targets=["q_proj", "w1"]), CPU, "it")
+
+
+def test_the_reference_is_the_policy_without_its_adapters(tiny_model, shared_batch, tmp_path):
+    plain = alone(tiny_model, tmp_path / "a")
+    expected, saved = plain.compute(shared_batch)
+    plain.close()
+    learner = alone(tiny_model, tmp_path / "b", **LORA)
+    fill(learner)
+    before = learner.evaluate(shared_batch)
+    reference, saved_here = learner.compute(shared_batch)
+    assert np.array_equal(reference, expected)
+    assert saved_here == saved > 0
+    assert float(np.abs(before - reference).max()) > 0.1
+    assert np.array_equal(learner.evaluate(shared_batch), before), "the adapters are back"
+    learner.close()
+
+    pairs = pack_examples(make_pairs())
+    plain_pairs = make_supervised(tiny_model, tmp_path / "c", micro_batch_tokens=200)
+    expected = plain_pairs.evaluate(pairs)
+    plain_pairs.close()
+    of_pairs = make_supervised(tiny_model, tmp_path / "d", micro_batch_tokens=200, **LORA)
+    fill(of_pairs)
+    np.testing.assert_allclose(of_pairs.compute(pairs)[0], expected, atol=2e-5)
+    of_pairs.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_published_alone(tiny_model, tmp_path, dtype):
+    """Its digest covers the base's; the probe is of the base with what was published, in float32."""
+    formats = {"published_dtype": dtype, "publishes_adapters": True}
+    learner = alone(tiny_model, tmp_path / "a", **LORA, **formats)
+    fill(learner)
+    stream, samples = learner.published(PROBE)
+    published = dict(stream.tensors)
+    base, probe = learner.base(PROBE), learner.probe_logprobs(PROBE)
+    learner.close()
+    plain = alone(tiny_model, tmp_path / "b", published_dtype=dtype)
+    weights = plain.weights()
+    plain.close()
+    assert base.digest == digest_of(weights.items())
+    assert base.samples.keys() == weights.keys()
+    assert base_of(published.pop(BASE)) == base.digest
+    assert published.pop(ALPHA).tolist() == [8]
+    assert samples.keys() == published.keys() | {BASE, ALPHA}
+    assert len(published) == 2 * 7 * 2
+    assert {tensor.dtype for tensor in published.values()} == {getattr(torch, dtype)}
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(weights[name])
+        for name, down in published.items():
+            if "lora_A" in name:
+                path = name.removeprefix("base_model.model.").replace(".lora_A", "")
+                up = published[name.replace("lora_A", "lora_B")]
+                dict(model.named_parameters())[path] += 2.0 * up.float() @ down.float()
+        logits = model(torch.tensor([PROBE])).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(PROBE[1:])[:, None])[:, 0].tolist()
+    assert probe == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_adapter_that_is_not_finite_is_not_published(tiny_model, tmp_path):
+    learner = alone(tiny_model, tmp_path / "a", **LORA, published_dtype="float16", publishes_adapters=True)
+    with torch.no_grad():
+        next(iter(adapters_of(learner._model).values())).up.fill_(1e6)  # finite in float32 only
+    with pytest.raises(WeightsNotFinite, match=r"1 tensors of the adapter .* not finite in float16, .*lora_B"):
+        learner.published()
+    learner.close()
+
+
+def test_a_run_starts_from_an_adapter_which_is_its_reference(tiny_model, batch, tmp_path):
+    first = alone(tiny_model, tmp_path / "a", **LORA)
+    fill(first)
+    before = first.evaluate(batch)
+    first.save(tmp_path / "step", CheckpointNotes("r", 0, 1, "d", None, {}).as_json())
+    first.close()
+    lora = {"rank": 4, "alpha": 8, "path": str(tmp_path / "step")}
+    second = alone(tiny_model, tmp_path / "b", model_options={"lora": lora})
+    assert np.array_equal(second.evaluate(batch), before)
+    reference, _ = second.compute(batch)
+    np.testing.assert_allclose(reference, before, atol=2e-5)
+    second.learn(batch, Passes(1))
+    assert np.array_equal(second.compute(batch)[0], reference)
+    assert not np.array_equal(second.evaluate(batch), before)
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "text"),
+    [
+        ({"rank": 8}, "model.lora.rank", "8, but the adapter in .* has 4"),
+        ({"alpha": 4}, "model.lora.alpha", "4, but the adapter in .* has 8"),
+        ({"targets": ["q_proj"]}, "model.lora.path", "24 tensors of the adapter .* are not those of the targets"),
+        ({"path": "/nowhere"}, "model.lora.path", "'/nowhere' has no adapter_config.json and no adapter_model"),
+        ({"config": {"use_dora": True}}, "model.lora.path", "uses use_dora, which adapters here do not have"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(tiny_model, tmp_path, changes, where, text):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    add_adapters(model, LoRASpec(rank=4, alpha=8), CPU, "it")
+    named = {name: value for name, value in model.named_parameters() if is_adapter(name)}
+    save_file(peft_tensors(named), tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"} | changes.pop("config", {})
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    spec = LoRASpec(**({"rank": 4, "alpha": 8, "path": str(tmp_path)} | changes))
+    (problem,) = target_problems(AutoModelForCausalLM.from_pretrained(tiny_model), spec, "it")
+    assert problem.where == where
+    assert re.search(text, problem.what)
+    assert problem.hint
