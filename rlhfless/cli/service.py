@@ -68,7 +68,7 @@ def up(
     ] = False,
     capacity: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND=N", help="Devices for runs, such as h100=64, if the cluster adds nodes on demand."),
+        typer.Option(metavar="KIND=N", help="Most devices of runs, such as h100=64, if an autoscaler adds nodes."),
     ] = None,
     quota: Annotated[
         list[str] | None,

@@ -11,6 +11,12 @@ its kind is served before any run behind it, so smaller runs cannot overtake it 
 is decided in rlhfless.scaling.sizing. If the minimums of all runs do not fit beside that of a waiting run, runs of
 lower priority yield all their devices; so do the last in order if devices are lost.
 
+If an autoscaler can add nodes, the devices are at most `most`. Runs of fixed sizes are granted devices that have yet to
+come: what they then request from Ray is what the autoscaler sees. Elastic runs, and runs beside them, are granted only
+devices that are there, so that a run works until a larger size can start, and shrinks when a node leaves.
+`wanted_devices` says how many they would have if all nodes were there, for the autoscaler. A run that works keeps its
+minimum while a lost node is replaced.
+
 Runs that share devices (`tenants` above 1) may get the same devices in turns (rlhfless.scaling.turn_scheduler). Each
 may have the devices that non-sharing runs leave, as long as no device has more runs than any run on it allows. Together
 they may use as many devices as were granted to them in total, so a run that does not share waits for the rest. Where
@@ -21,7 +27,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlhfless.scaling.sizes import SpeedCurve
 from rlhfless.scaling.sizing import Division, SizedRun, Team, divide
@@ -66,6 +72,12 @@ class DevicesRequest:
         )
 
     @property
+    def unplanned(self) -> SizedRun:
+        """The run at the size that it has or starts with, because its speed at others is not known yet."""
+        sized = self.sized
+        return replace(sized, sizes=(sized.size or sized.sizes[0],))
+
+    @property
     def shares(self) -> bool:
         return self.tenants > 1
 
@@ -101,6 +113,9 @@ class _Kind:
     """The devices of one kind during a decision."""
 
     count: int
+    """Devices to divide."""
+    most: int
+    """Devices that there may be, if nodes can be added."""
     requests: list[DevicesRequest]
     granted: dict[str, int] = field(default_factory=dict)
     yields: list[str] = field(default_factory=list)
@@ -145,9 +160,10 @@ def decide(
     now_s: float,
     nodes: Mapping[str, Sequence[int]] | None = None,
     teams: Mapping[str, Team] | None = None,
+    most: Mapping[str, int] | None = None,
 ) -> Decisions:
     """Decide all grants. `present`: number of devices by kind. `nodes`: those of each node, by kind, if known. `teams`:
-    quotas by owner."""
+    quotas by owner. `most`: devices that there may be by kind, where they are not those that are present."""
     by_kind: dict[str, list[DevicesRequest]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.run_id):
         by_kind[request.kind].append(request)
@@ -156,11 +172,14 @@ def decide(
     changes: dict[str, str] = {}
     yields: list[str] = []
     for name, of_kind in by_kind.items():
-        kind = _Kind(present.get(name, 0), of_kind)
+        there = present.get(name, 0)
+        allowed = (most or {}).get(name, there)
+        kind = _Kind(_count(there, allowed, of_kind), allowed, of_kind)
         if any(request.shares for request in of_kind):
-            waiting = _serve(kind, now_s)
-            if not any(request.minimum <= kind.count for request in waiting):
-                _share_out(kind)
+            waiting = _serve(kind, teams or {}, now_s)
+            blocked = [request for request in waiting if not _over_quota(request, kind, teams or {})]
+            if not any(request.minimum <= kind.count for request in blocked):
+                _share_out(kind, teams or {})
         else:
             by_node = (nodes or {}).get(name, ())
             waiting = _divide(kind, by_node if sum(by_node) == kind.count else (kind.count,), teams or {}, now_s)
@@ -172,6 +191,41 @@ def decide(
     return Decisions(granted, tuple(yields), reasons, {run_id: changes[run_id] for run_id in changes & granted.keys()})
 
 
+def wanted_devices(
+    requests: Iterable[DevicesRequest], most: Mapping[str, int], teams: Mapping[str, Team], now_s: float
+) -> dict[str, int]:
+    """Return the devices to request from an autoscaler, by kind: those of all runs if there were `most`. Kinds without
+    elastic runs are left out, because their runs request what they are granted."""
+    by_kind: dict[str, list[DevicesRequest]] = defaultdict(list)
+    for request in sorted(requests, key=lambda request: request.run_id):
+        by_kind[request.kind].append(request)
+    wanted = {}
+    for name, of_kind in by_kind.items():
+        if name not in most or not _limited_to_nodes(of_kind):
+            continue
+        working = [request for request in of_kind if not request.waits]
+        least = sum(request.minimum for request in working)
+        waiting = _in_order(
+            [request for request in of_kind if request.waits], _Kind(most[name], most[name], of_kind), now_s
+        )
+        sized = [request.sized if request.curve.step_s else request.unplanned for request in (*working, *waiting)]
+        sizes = divide(sized, [max(most[name], least)], teams).sizes
+        wanted[name] = min(sum(sizes.values()), most[name])
+    return wanted
+
+
+def _limited_to_nodes(requests: Sequence[DevicesRequest]) -> bool:
+    """Return whether runs of a kind are granted only devices that are there. Runs that share have one size."""
+    return any(request.sizes for request in requests) and not any(request.shares for request in requests)
+
+
+def _count(there: int, most: int, requests: Sequence[DevicesRequest]) -> int:
+    """Return the devices to divide."""
+    if not _limited_to_nodes(requests):
+        return most
+    return min(most, max(there, sum(request.minimum for request in requests if not request.waits)))
+
+
 def _divide(kind: _Kind, nodes: Sequence[int], teams: Mapping[str, Team], now_s: float) -> list[DevicesRequest]:
     """Grant sizes to runs that do not share, and return the runs that still wait."""
     waiting = _in_order([request for request in kind.requests if request.waits], kind, now_s)
@@ -180,7 +234,7 @@ def _divide(kind: _Kind, nodes: Sequence[int], teams: Mapping[str, Team], now_s:
         if sum(each.minimum for each in working) > kind.count:  # devices were lost
             kind.yields.append(request.run_id)
             working.remove(request)
-    division = divide([each.sized for each in (*working, *waiting)], nodes, teams)
+    division = divide([each.sized for each in (*working, *waiting)], nodes, teams, kind.most)
     for request in working:
         kind.granted[request.run_id] = min(division.sizes[request.run_id], request.granted)
     free = kind.free
@@ -210,15 +264,15 @@ def _changes(working: Sequence[DevicesRequest], division: Division) -> dict[str,
 
 def _yield_to_first(kind: _Kind, waiting: Sequence[DevicesRequest], working: Sequence[DevicesRequest]) -> None:
     """Let runs of lower priority yield, if the first waiting run fits in no other way."""
-    first = next((request for request in waiting if request.minimum <= kind.count), None)
+    first = next((request for request in waiting if request.minimum <= kind.most), None)
     if first is None:
         return
     least = {request.run_id: request.minimum for request in working}
     below = [request for request in _last_first(working) if request.priority < first.priority]
-    if sum(least.values()) - sum(request.minimum for request in below) + first.minimum > kind.count:
+    if sum(least.values()) - sum(request.minimum for request in below) + first.minimum > kind.most:
         return  # even all of their devices are too few
     for request in below:
-        if sum(least.values()) + first.minimum > kind.count:
+        if sum(least.values()) + first.minimum > kind.most:
             kind.yields.append(request.run_id)
             del least[request.run_id]
 
@@ -227,13 +281,13 @@ def _last_first(requests: Sequence[DevicesRequest]) -> list[DevicesRequest]:
     return sorted(requests, key=lambda each: (each.priority, -each.asked_at, each.run_id))
 
 
-def _serve(kind: _Kind, now_s: float) -> list[DevicesRequest]:
-    """Grant minimums in order, and return the runs that still wait."""
+def _serve(kind: _Kind, teams: Mapping[str, Team], now_s: float) -> list[DevicesRequest]:
+    """Grant minimums in order, and return the runs that still wait. One that waits for its quota blocks no other."""
     waiting = _in_order([request for request in kind.requests if request.waits], kind, now_s)
     left: list[DevicesRequest] = []
     blocked = False
     for request in waiting:
-        possible = request.minimum <= kind.count
+        possible = request.minimum <= kind.count and not _over_quota(request, kind, teams)
         if possible and not blocked and request.held == 0 and request.minimum <= kind.available(request):
             kind.granted[request.run_id] = request.minimum
             continue
@@ -271,30 +325,40 @@ def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
             kind.yields.append(request.run_id)
 
 
-def _share_out(kind: _Kind) -> None:
+def _share_out(kind: _Kind, teams: Mapping[str, Team]) -> None:
     """Grant unclaimed devices to the runs that can use more, starting with the run least above its minimum."""
     growing = [r for r in kind.requests if kind.of(r) and r.maximum > kind.of(r) and r.run_id not in kind.yields]
     while growing:
         request = min(growing, key=lambda r: (kind.of(r) - r.minimum, -r.priority, r.asked_at, r.run_id))
-        if request.unit <= kind.free and kind.of(request) + request.unit <= request.maximum:
+        within = kind.of(request) + request.unit <= request.maximum and _admits(request, request.unit, kind, teams)
+        if within and request.unit <= kind.free:
             kind.granted[request.run_id] = kind.of(request) + request.unit
         else:
             growing.remove(request)
 
 
+def _admits(request: DevicesRequest, more: int, kind: _Kind, teams: Mapping[str, Team]) -> bool:
+    """Return whether the quota of a run's owner allows it `more` devices. Runs that share count with all of theirs."""
+    limit = teams.get(request.owner, Team()).max_devices
+    taken = sum(kind.of(each) for each in kind.requests if each.owner == request.owner)
+    return limit is None or taken + more <= limit
+
+
 def _over_quota(request: DevicesRequest, kind: _Kind, teams: Mapping[str, Team]) -> str:
     """Return why the quota of its owner keeps a run waiting; empty if it does not."""
-    most = teams.get(request.owner, Team()).max_devices
-    taken = sum(kind.of(each) for each in kind.requests if each.owner == request.owner)
-    if most is None or taken + request.minimum <= most:
+    if _admits(request, request.minimum, kind, teams):
         return ""
-    return f"waiting for {request.minimum} x {request.kind}: its API key may have {most} (--quota), and has {taken}"
+    limit = teams[request.owner].max_devices
+    taken = sum(kind.of(each) for each in kind.requests if each.owner == request.owner)
+    return f"waiting for {request.minimum} x {request.kind}: its API key may have {limit} (--quota), and has {taken}"
 
 
 def _reason(request: DevicesRequest, kind: _Kind, now_s: float, place: int) -> str:
     waited_s = max(now_s - request.asked_at, 0.0)
     wanted = f"waiting for {request.minimum} x {request.kind} for {waited_s:.0f} s"
-    if request.minimum > kind.count:
-        return f"{wanted}; there are {kind.count} in all. Ask for fewer (placement.devices), or add nodes"
+    if request.minimum > kind.most:
+        return f"{wanted}; there are {kind.most} in all. Ask for fewer (placement.devices), or add nodes"
     ahead = f", {place} run(s) before it" if place else ""
+    if request.minimum > kind.count:
+        return f"{wanted}; {kind.count} of {kind.most} are there, and the autoscaler is asked for more{ahead}"
     return f"{wanted}; {max(kind.free, 0)} of {kind.count} free{ahead}"

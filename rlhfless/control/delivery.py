@@ -150,6 +150,8 @@ class HostAnswer(_Message):
 
     leaving: dict[str, float] = {}
     """Addresses of nodes that are about to leave, and the unix time at which they leave; 0 if unknown."""
+    wanted: dict[str, int] | None = None
+    """Devices to request from the cluster's autoscaler, by kind; None to leave the last request."""
 
 
 class DriverOrder(_Message):
@@ -180,3 +182,5 @@ class DriverOrder(_Message):
     """See ServiceSettings.driver_memory_gib."""
     priority: int = 0
     """The run's priority among the runs that share its devices."""
+    capacity: dict[str, int] = {}
+    """See ServiceSettings.capacity."""

@@ -18,6 +18,8 @@ from rlhfless.control.database.tables import KeyRow
 from rlhfless.control.errors import ApiError
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.functions.loopback import is_loopback
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import nearest
 from rlhfless.util.errors import UserError
 
 Scope = Literal["read", "run", "admin"]
@@ -125,6 +127,24 @@ def requires(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
         return known
 
     return caller
+
+
+def require_keys_of_quotas(settings: ServiceSettings, database: Database) -> None:
+    """Require that the API keys with quotas exist; they may be revoked, because their runs go on. Raises InputError."""
+    with Session(database.engine) as session:
+        names = sorted({*session.scalars(select(KeyRow.name))})
+    known = ", ".join(names) or "there are none"
+    problems = [
+        Problem(
+            f"--quota {name}",
+            f"{name!r} is not the name of an API key (known: {known})",
+            f"{nearest(name, names)}`rlhfless keys create {name}` makes a key of this name",
+        )
+        for name in settings.quotas
+        if name not in names
+    ]
+    if problems:
+        raise InputError("the service cannot start", problems)
 
 
 class NotSafe(UserError):

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ RAY_FILE = "ray.json"
 LOG_FILE = "ray-host.log"
 FAULT_FILE = "ray-host.fault"
 """File with the reason why the last host could not start or join Ray. Removed once a host succeeds."""
+
+WANTED_FILE = "wanted-devices.json"
+"""File with the devices that the host of a joined cluster requests from its autoscaler, by kind."""
 
 REPORT_S = 1.0
 """Time between a host's reports of the devices of its Ray."""
@@ -106,10 +109,13 @@ class RayHostSupervisor(PeriodicTask):
     """Restarts the Ray host of a data folder while its block is active, and leaves the host running at the block's
     end."""
 
-    def __init__(self, folder: Path, ray_address: str | None) -> None:
+    def __init__(self, folder: Path, ray_address: str | None, wanted: Callable[[], Mapping[str, int] | None]) -> None:
+        """`wanted`: devices to request from the autoscaler of a joined cluster, by kind; None to request nothing."""
         super().__init__(REPORT_S)
         self._folder = folder
         self._address = ray_address
+        self._wanted = wanted
+        self._told: Mapping[str, int] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
 
@@ -127,6 +133,9 @@ class RayHostSupervisor(PeriodicTask):
         present = running or read_ray(self._folder / RAY_FILE) is not None
         if not present and time.monotonic() - self._started_s > RESTART_S:
             self._start()
+        if self._address and (wanted := self._wanted()) != self._told:
+            replace_text(self._folder / WANTED_FILE, json.dumps(wanted))
+            self._told = wanted
 
     def _start(self) -> None:
         self._started_s = time.monotonic()
@@ -212,7 +221,11 @@ class HostReplaced(Exception):
     """The service has another host, so this one exits."""
 
 
-async def host(ray_address: str | None, folder: Path, send: Callable[[RayReport], Awaitable[None]]) -> None:
+Wanted = Mapping[str, int] | None
+"""Devices to request from the cluster's autoscaler, by kind; None to leave the last request."""
+
+
+async def host(ray_address: str | None, folder: Path, send: Callable[[RayReport], Awaitable[Wanted]]) -> None:
     """Start or join Ray, and send reports until SIGTERM, until Ray ends, or until `send` raises.
 
     `folder` holds the files of a private Ray.
@@ -225,10 +238,13 @@ async def host(ray_address: str | None, folder: Path, send: Callable[[RayReport]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     spec = PlacementSpec(ray_address=ray_address)
-    cluster = await Cluster.start(spec, folder, load_price_book(None).kinds)
+    cluster, requested = await Cluster.start(spec, folder, load_price_book(None).kinds), None
     try:
         while not stop.is_set() and not cluster.lost:
-            await send(await _report_of(cluster, ray_address))
+            wanted = await send(await _report_of(cluster, ray_address))
+            if wanted is not None and wanted != requested:
+                await asyncio.to_thread(cluster.request, wanted)
+                requested = wanted
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), REPORT_S)
     finally:
@@ -254,9 +270,14 @@ async def _report_of(cluster: Any, ray_address: str | None) -> RayReport:
 
 
 async def report_to_file(folder: Path, ray_address: str | None) -> None:
-    async def write(report: RayReport) -> None:
+    async def write(report: RayReport) -> Wanted:
         replace_text(folder / RAY_FILE, json.dumps(asdict(report)))
         (folder / FAULT_FILE).unlink(missing_ok=True)
+        try:
+            wanted: Wanted = json.loads((folder / WANTED_FILE).read_text("utf-8"))
+        except OSError:
+            return None
+        return wanted
 
     try:
         await host(ray_address, folder, write)
@@ -273,20 +294,23 @@ async def report_to_service(service_url: str, token: str) -> None:
         base_url=service_url, timeout=REPORT_TIMEOUT_S, headers={"Authorization": f"Bearer {token}"}
     )
 
-    async def send(report: RayReport) -> None:
+    async def send(report: RayReport) -> Wanted:
         try:
             answer = await client.post("/internal/ray", json=asdict(report))
         except httpx.HTTPError as error:
             print(f"the service does not answer: {error}", flush=True)  # it comes back, or has another host by then
-            return
+            return None
         if answer.status_code in (401, 404):
             raise HostReplaced
         if answer.is_error:
             print(f"the service refuses the report of this host: {answer.text[:500]}", flush=True)
-        elif leaving := HostAnswer.model_validate_json(answer.content).leaving:
+            return None
+        told = HostAnswer.model_validate_json(answer.content)
+        if told.leaving:
             from rlhfless.fleet.leaving_watch import drain_nodes
 
-            await asyncio.to_thread(drain_nodes, leaving)
+            await asyncio.to_thread(drain_nodes, told.leaving)
+        return told.wanted
 
     async with client:
         with contextlib.suppress(HostReplaced):

@@ -21,7 +21,7 @@ import uvicorn
 from rlhfless.control import store
 from rlhfless.control.api.app import make_app
 from rlhfless.control.drivers import Drivers, JobDrivers, LocalDrivers, RayJobs
-from rlhfless.control.keys import require_safe
+from rlhfless.control.keys import require_keys_of_quotas, require_safe
 from rlhfless.control.process_limits import raise_priority, service_threads
 from rlhfless.control.ray_host import HOST_S, RayHostSupervisor, RayJobHostSupervisor, stop_host
 from rlhfless.control.service import Service, lock_data, open_database
@@ -48,6 +48,7 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
         database = await asyncio.to_thread(open_database, settings)
         try:
             await asyncio.to_thread(require_safe, settings, database)
+            await asyncio.to_thread(require_keys_of_quotas, settings, database)
             with _bound(settings) as listening:
                 address, port = listening.getsockname()[:2]
                 shown = f"[{address}]" if ":" in address else address
@@ -72,7 +73,8 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
 
 def _host(service: Service, jobs: RayJobs | None) -> RayHostSupervisor | RayJobHostSupervisor:
     if jobs is None:
-        return RayHostSupervisor(service.settings.folder, service.settings.ray_address)
+        settings = service.settings
+        return RayHostSupervisor(settings.folder, settings.ray_address, lambda: service.supervisor.wanted)
     return RayJobHostSupervisor(jobs, service.url, service.host_token, lambda: service.ray() is not None)
 
 

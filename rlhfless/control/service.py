@@ -72,9 +72,7 @@ class Service:
         self.address = address
         self.run_events = RunEvents(asyncio.get_running_loop())
         self.keys = Keys(database, required=not is_loopback(settings.host))
-        self.supervisor = Supervisor(
-            database, settings, drivers, self.url, self.ray_address, self.ray_wait, self.device_counts, self.nodes
-        )
+        self.supervisor = Supervisor(database, settings, drivers, self.url, self.ray, self.ray_wait)
         self.runner = Runner()
         self.forecasts = Forecasts(database, self.runner, self.device_counts)
         self.simulations = Simulations(database, self.runner)
@@ -102,10 +100,6 @@ class Service:
     def update_ray_report(self, report: RayReport) -> None:
         self._ray_report = replace(report, at=time.time())  # by this machine's clock
 
-    def ray_address(self) -> str:
-        ray = self.ray()
-        return ray.address if ray else ""
-
     def ray_wait(self) -> str:
         """Return what the service waits for while it has no Ray, and why; empty if it has Ray."""
         if self.ray() is not None:
@@ -116,14 +110,9 @@ class Service:
         return f"{wait}: {fault}" if fault else wait
 
     def device_counts(self) -> dict[str, int]:
-        """Return the devices that runs may hold together, by kind."""
+        """Return the devices that runs may hold together, by kind: with `capacity`, also those that are yet to come."""
         ray = self.ray()
         return (ray.devices if ray else {}) | self.settings.capacity
-
-    def nodes(self) -> dict[str, list[int]]:
-        """Return the devices of each node, by kind; without those of `capacity` that are yet to come."""
-        ray = self.ray()
-        return ray.by_node if ray else {}
 
     async def run(self, run_id: str) -> RunRow:
         """Return a run. Raises ApiError (404)."""

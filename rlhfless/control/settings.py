@@ -87,8 +87,8 @@ class ServiceSettings(SpecModel):
     """With `ray_cluster`: also drain worker pods whose node is cordoned or has a taint that announces its removal.
     Needs the right to list the cluster's nodes."""
     capacity: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Devices that runs may hold together, by kind. By default all devices that the cluster has now; set more if a
-    cluster autoscaler adds nodes."""
+    """Most devices that runs may hold together, by kind, where a cluster autoscaler adds nodes. By default those that
+    the cluster has now."""
     quotas: dict[str, Quota] = Field(default_factory=dict)
     """Quotas of devices by the name of an API key."""
     max_drivers: Annotated[int, Field(ge=1)] = 4

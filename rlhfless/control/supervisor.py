@@ -20,7 +20,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
-from rlhfless.control.broker import Decisions, DevicesRequest, decide
+from rlhfless.control.broker import Decisions, DevicesRequest, decide, wanted_devices
 from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import KeyRow, LeaseRow, RunRow
 from rlhfless.control.delivery import DriverExit, DriverOrder, failure
@@ -30,6 +30,7 @@ from rlhfless.control.ingest import apply_items, end, refuse_folder, stop_out_of
 from rlhfless.control.lifecycle import DRIVEN, ENDED, DesiredState, Status
 from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.process_limits import says_out_of_memory
+from rlhfless.control.ray_host import RayReport
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 from rlhfless.scaling.sizes import SpeedCurve
 from rlhfless.scaling.sizing import Team
@@ -53,28 +54,27 @@ class Supervisor(PeriodicTask):
         settings: ServiceSettings,
         drivers: Drivers,
         url: str,
-        ray_address: Callable[[], str],
+        ray: Callable[[], RayReport | None],
         ray_wait: Callable[[], str],
-        device_counts: Callable[[], dict[str, int]],
-        nodes: Callable[[], dict[str, list[int]]],
     ) -> None:
-        """`url`: where drivers reach the service. `ray_address`: empty while there is no Ray. `ray_wait`: why there is
-        no Ray. `device_counts`: devices by kind. `nodes`: devices of each node, by kind."""
+        """`url`: where drivers reach the service. `ray`: the report of the runs' Ray; None while there is none.
+        `ray_wait`: why there is none."""
         super().__init__(PERIOD_S)
         self._database = database
         self._settings = settings
         self._drivers = drivers
         self._url = url
-        self._ray_address = ray_address
+        self._ray = ray
         self._ray_wait = ray_wait
-        self._device_counts = device_counts
-        self._nodes = nodes
         self.admits = True
         """Whether new drivers may be started."""
         self.yields: set[str] = set()
         """Runs that must yield their devices at the end of their step."""
         self.lease_reasons: dict[str, str] = {}
         """Why each run waits for devices, by run id."""
+        self.wanted: dict[str, int] | None = None
+        """Devices to request from an autoscaler, by kind (broker.wanted_devices); None without `capacity`, or before
+        the first decision."""
 
     async def tick(self) -> None:
         for run in await self._database.read(store.driven):
@@ -123,7 +123,10 @@ class Supervisor(PeriodicTask):
     # -- devices
 
     async def _grant_devices(self) -> None:
-        devices, nodes, now = self._device_counts(), self._nodes(), time.time()
+        ray, now = self._ray(), time.time()
+        if ray is None:
+            return  # unknown devices are not lost ones
+        most = ray.devices | self._settings.capacity
 
         def grant(session: Session) -> None:
             rows = store.leases(session)
@@ -132,7 +135,9 @@ class Supervisor(PeriodicTask):
             names = _names_of_keys(session, teams)
             requests = (request_of(lease, run) for lease, run in rows)
             named = [replace(request, owner=names.get(request.owner, request.owner)) for request in requests]
-            decisions = decide(named, devices, now, nodes, teams)
+            decisions = decide(named, ray.devices, now, ray.by_node, teams, most)
+            if self._settings.capacity:
+                self.wanted = wanted_devices(named, self._settings.capacity, teams, now)
             for lease, run in rows:
                 if lease.run_id in decisions.granted:
                     _grant(session, lease, run, decisions)
@@ -204,7 +209,7 @@ class Supervisor(PeriodicTask):
             token=token,
             service_file=str(settings.folder / SERVICE_FILE),
             service_url=self._url if settings.elsewhere else None,
-            ray_address=self._ray_address(),
+            ray_address=ray.address if (ray := self._ray()) else "",
             one_machine=settings.ray_address is None,
             http_hosts=list(settings.http_hosts),
             roots=list(settings.roots),
@@ -213,6 +218,7 @@ class Supervisor(PeriodicTask):
             sizes=settings.sizes.model_dump(),
             memory_gib=settings.driver_memory_gib,
             priority=run.priority,
+            capacity=settings.capacity,
         )
 
     async def stop_all(self) -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +22,20 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._private.state import available_resources_per_node, state
+from ray._private.state import available_resources_per_node
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import ApplicationStatus
 
 from rlhfless.fleet import private_ray, ray_session
-from rlhfless.fleet.each_node import on_node
-from rlhfless.fleet.nodes import ambiguous, nodes_of
+from rlhfless.fleet.each_node import on_node, staying_nodes
+from rlhfless.fleet.nodes import ambiguous, nodes_of, selector
 from rlhfless.fleet.protocols import FleetError
 from rlhfless.fleet.serve_handles import ServeHandle
 from rlhfless.prepare.machine import first_gpu_bytes
 from rlhfless.scaling.latency.devices import NODE_LABEL
-from rlhfless.scaling.placement import Node
+from rlhfless.scaling.placement import CPU_KIND, Node
 from rlhfless.spec import PlacementSpec
 from rlhfless.util.clock import monotonic_s
 
@@ -122,12 +124,19 @@ class Cluster:
         return await asyncio.to_thread(self._nodes, wanted)
 
     def _nodes(self, wanted: str | None) -> list[Node]:
-        leaving = state.get_draining_nodes()
-        reported = [node for node in ray.nodes() if node["NodeID"] not in leaving]
+        reported = staying_nodes()
         for node in ambiguous(reported):
             if node not in self._memory_bytes and (bytes_by_gpu := _gpu_memory_bytes(node)):
                 self._memory_bytes[node] = bytes_by_gpu
         return nodes_of(reported, available_resources_per_node(), self._kinds, self._memory_bytes, wanted)
+
+    def request(self, wanted: Mapping[str, int]) -> None:
+        """Ask the autoscaler, if the cluster has one, for nodes with so many devices in all, by kind. Replaces the last
+        request."""
+        kinds = list(Counter(wanted).elements())
+        bundles = [{"CPU": 1} if kind == CPU_KIND else {"GPU": 1} for kind in kinds]
+        labels = [{} if kind == CPU_KIND else selector(kind) for kind in kinds]
+        request_resources(bundles=bundles, bundle_label_selectors=labels)
 
     async def deploy(
         self, name: str, function: type, arguments: Sequence[Any], node: str, *, stop_s: float

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import state
 from ray.exceptions import RayError, RayTaskError
 
 from rlhfless.scaling.latency.devices import NODE_LABEL
@@ -44,10 +45,16 @@ def node_address() -> str:
     return ray.util.get_node_ip_address()
 
 
+def staying_nodes() -> list[dict[str, Any]]:
+    """Return Ray's reports of the live nodes that are not being drained."""
+    leaving = state.get_draining_nodes()
+    return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
+
+
 def on_each_node(
     work: Callable[..., object], *arguments: object, timeout_s: float, with_cores: bool = False
 ) -> dict[str, object]:
-    """Run `work` on each live node, and return the results by node address. A node without a result, as in
+    """Run `work` on each node that stays, and return the results by node address. A node without a result, as in
     `ask_each_node`, is logged as a warning."""
     results, faults = ask_each_node(work, *arguments, timeout_s=timeout_s, with_cores=with_cores)
     for address, fault in faults.items():
@@ -58,12 +65,12 @@ def on_each_node(
 def ask_each_node(
     work: Callable[..., object], *arguments: object, timeout_s: float, with_cores: bool = False
 ) -> tuple[dict[str, object], dict[str, str]]:
-    """Run `work` on each live node. Return results and faults by node address: a fault if the node is lost, or `work`
-    raises or times out there.
+    """Run `work` on each node that stays: Ray starts nothing on one that is being drained. Return results and faults by
+    node address: a fault if the node is lost, or `work` raises or times out there.
 
     `with_cores`: only nodes that can run functions, excluding a head that is reserved for drivers.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"] and (node["Resources"].get("CPU") or not with_cores)]
+    nodes = [node for node in staying_nodes() if node["Resources"].get("CPU") or not with_cores]
     calls = {on_node(node["NodeID"], work, *arguments): node["NodeManagerAddress"] for node in nodes}
     ended, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
     faults = {calls[call]: f"it did not end within {timeout_s:.0f} s" for call in late}

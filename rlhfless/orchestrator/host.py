@@ -5,9 +5,10 @@ A run started from the command line uses the class `Host` itself, and may use al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rlhfless.records import Experience
@@ -35,7 +36,7 @@ class DevicesWanted:
     sizes: tuple[int, ...] = ()
     """Numbers of devices that an elastic run can have; empty for others, which grow by units."""
     present: int = 0
-    """Devices of the kind that an elastic run's cluster has, whoever holds them."""
+    """Devices of the kind that an elastic run's cluster has, whoever holds them, or may have (Host.capacity)."""
 
 
 class StopCause(StrEnum):
@@ -75,6 +76,9 @@ class Verdict:
 class Host:
     """A host that lets the run use all devices that it finds, until its end; also the base class of other hosts. All
     methods except `devices` return without waiting."""
+
+    capacity: Mapping[str, int] = MappingProxyType({})
+    """Most devices by kind, where an autoscaler adds nodes."""
 
     async def devices(self, wanted: DevicesWanted) -> int:
         """Wait until the run may acquire the minimum, or one of its sizes; return the number of devices that it may

@@ -139,6 +139,7 @@ async def _on_cluster(session: Session, cluster: Cluster) -> Session:
     if spec.placement.size_range is not None:
         devices = devices_of(spec, nodes)
         present = sum(node.count(devices.kind) for node in nodes)
+        present = max(present, session.host.capacity.get(devices.kind, 0))
         fitting = fitting_sizes(spec, devices.kind, present, prepared.max_model_len)
         sizes = tuple(each.devices for each in fitting)
         wanted = DevicesWanted(devices.kind, sizes[0], sizes[-1], unit=1, sizes=sizes, present=present)

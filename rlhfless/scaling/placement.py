@@ -194,7 +194,7 @@ def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
                 f"the cluster has GPUs of the learner's kind only, {kinds[0]}; name generation's with placement.kind"
             )
         return others[0] if others else CPU_KIND
-    _require_known("placement.kind", spec.kind, kinds, may_come=bool(spec.ray_address and spec.device_count))
+    _require_known("placement.kind", spec.kind, kinds, may_come=bool(spec.ray_address and spec.devices))
     return spec.kind
 
 

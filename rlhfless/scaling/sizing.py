@@ -91,13 +91,16 @@ class Division:
     """By run id, for runs whose size changes, or would change if it were worth the cost."""
 
 
-def divide(runs: Sequence[SizedRun], nodes: Sequence[int], teams: Mapping[str, Team] | None = None) -> Division:
+def divide(
+    runs: Sequence[SizedRun], nodes: Sequence[int], teams: Mapping[str, Team] | None = None, most: int = 0
+) -> Division:
     """Return the size of each run.
 
     `runs` are in the order in which they are served if they wait. `nodes` has the number of devices of each node.
+    `most`: devices that there may be, if nodes can be added; a run that waits for these is not overtaken either.
     Raises ValueError if the runs that work do not fit at their `min`.
     """
-    cluster = _Cluster(runs, nodes, teams or {})
+    cluster = _Cluster(runs, nodes, teams or {}, max(most, sum(nodes)))
     has = {run.run_id: run.size for run in runs}
     now = has
     for _ in range(MOST_ROUNDS):  # what is best now may make room for something better
@@ -112,6 +115,8 @@ class _Cluster:
     runs: Sequence[SizedRun]
     nodes: Sequence[int]
     teams: Mapping[str, Team]
+    most: int
+    """Devices that there may be."""
     gains: dict[str, float] = field(init=False)
     """Weight of each run in the work done."""
 
@@ -297,7 +302,7 @@ def _at_least(
             continue
         waits_for_others = cluster.within_quotas(least, run.team, borrowing=True)
         least[run.run_id] = sizes[run.run_id] = 0
-        if waits_for_others and run.sizes[0] <= cluster.devices:
+        if waits_for_others and run.sizes[0] <= cluster.most:
             break  # no run behind it overtakes it
     return sizes
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.control.broker import DevicesRequest, decide
+from rlhfless.control.broker import DevicesRequest, decide, wanted_devices
 from rlhfless.scaling.sizes import SpeedCurve
 from rlhfless.scaling.sizing import Team
 from rlhfless.scaling.turn_scheduler import AGING_S
@@ -137,6 +137,41 @@ def test_lost_devices_shrink_runs_and_the_last_yields_where_minimums_do_not_fit(
     assert decide(large, {KIND: 4}, 10.0).yields == ("b",)
 
 
+def test_where_nodes_can_be_added_an_elastic_run_has_those_that_are_there() -> None:
+    """Four of at most eight are there: it has these, and eight are requested. A node that leaves shrinks it."""
+    capacity = {KIND: 8}
+    assert decide([elastic("a")], {KIND: 4}, 0.0, most=capacity).granted == {"a": 4}
+    assert wanted_devices([elastic("a", 4)], capacity, {}, 0.0) == {KIND: 8}
+    assert decide([elastic("a", 8)], {KIND: 4}, 0.0, {KIND: (4,)}, most=capacity).granted == {"a": 4}
+    assert decide([elastic("a", 8)], {KIND: 0}, 0.0, most=capacity).granted == {"a": 1}, "its min, to be replaced"
+    unplanned = dataclasses.replace(elastic("a", 4), curve=SpeedCurve({}))
+    assert wanted_devices([unplanned], capacity, {}, 0.0) == {KIND: 4}
+    assert wanted_devices([], capacity, {}, 0.0) == {}
+
+
+def test_where_nodes_can_be_added_a_run_of_one_size_keeps_its_devices() -> None:
+    """Alone it is granted what is yet to come. Beside an elastic run it waits until that is there, and once it works,
+    a lost node does not end it."""
+    capacity, fixed = {KIND: 12}, asking("fixed", 6, at=1)
+    assert decide([fixed], {KIND: 0}, 2.0, most=capacity).granted == {"fixed": 6}
+    assert wanted_devices([fixed], capacity, {}, 2.0) == {}
+    both = [elastic("a", 4, sizes=(2, 4)), fixed]
+    waits = decide(both, {KIND: 4}, 2.0, most=capacity)
+    assert waits.granted == {}
+    assert waits.reasons == {
+        "fixed": "waiting for 6 x h100 for 1 s; 4 of 12 are there, and the autoscaler is asked for more"
+    }
+    assert wanted_devices(both, capacity, {}, 2.0) == {KIND: 10}
+    lost = decide([elastic("a", 4, sizes=(2, 4)), asking("fixed", 6, granted=6, at=1)], {KIND: 6}, 2.0, most=capacity)
+    assert (lost.granted, lost.yields) == ({"a": 2}, ())
+
+
+def test_no_run_overtakes_one_whose_nodes_are_yet_to_come() -> None:
+    runs = [elastic("works", 2, sizes=(2,)), asking("large", 8, at=1), asking("small", 1, at=2)]
+    assert decide(runs, {KIND: 4}, 3.0, most={KIND: 10}).granted == {}
+    assert decide(runs, {KIND: 4}, 3.0).granted == {"small": 1}, "where no node comes, it can"
+
+
 def test_the_devices_of_a_node_stay_together() -> None:
     runs = [elastic("a", 4), elastic("b", 4, at=1), elastic("c", at=2)]
     assert decide(runs, {KIND: 16}, 10.0, {KIND: (8, 8)}).granted["c"] in (4, 8)
@@ -255,6 +290,18 @@ def test_runs_that_share_are_put_on_the_same_devices() -> None:
     decisions = decide([sharing("first", 2), sharing("second", 2, at=1), sharing("third", 2, at=2)], {KIND: 2}, 10.0)
     assert decisions.granted == {"first": 2, "second": 2}, "two runs on a device at most"
     assert set(decisions.reasons) == {"third"}
+
+
+def test_runs_that_share_count_for_the_quota_of_their_owner() -> None:
+    """`a` may have 4 devices: its third run waits, and blocks nothing of `b`."""
+    runs = [sharing("a1", 2, granted=2), sharing("a2", 2, granted=2, at=1), sharing("a3", 2, at=2)]
+    theirs = dataclasses.replace(sharing("b1", 2, at=3), owner="b")
+    decisions = decide([*runs, theirs], {KIND: 8}, 4.0, None, {"a": Team(max_devices=4)})
+    assert decisions.granted == {"b1": 2}
+    assert decisions.reasons == {"a3": "waiting for 2 x h100: its API key may have 4 (--quota), and has 4"}
+    growing = asking("a4", 2, 6, granted=2, owner="b")
+    decisions = decide([sharing("s", 2, granted=2), growing], {KIND: 8}, 4.0, None, {"b": Team(max_devices=3)})
+    assert decisions.granted == {"a4": 3}
 
 
 def test_the_run_that_allows_the_fewest_decides() -> None:

@@ -49,6 +49,14 @@ def test_a_quota_that_is_none_is_refused(given: str, error: str, tmp_path: Path)
     assert not (tmp_path / "data").exists()
 
 
+def test_a_quota_of_no_key_is_refused(tmp_path: Path) -> None:
+    put_key(tmp_path, "team-a", SECRETS["team-a"])
+    done = CliRunner().invoke(app, ["up", "--quota", "taem-a=16", "--data", str(tmp_path)])
+    assert done.exit_code
+    for text in ("--quota taem-a", "'taem-a' is not the name of an API key (known: team-a)", "did you mean `team-a`?"):
+        assert text in f"{done.output} {done.exception}"
+
+
 def put_key(folder: Path, name: str, secret: str) -> None:
     (folder / "secret").write_text(secret)
     words = ["keys", "put", name, "--scope", "admin", "--from", str(folder / "secret"), "--data", str(folder)]

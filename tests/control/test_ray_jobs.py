@@ -125,7 +125,7 @@ def test_a_host_of_another_service_ends(head: str, tmp_path: Path) -> None:
         assert wrong.status_code == 401
         assert service.ray() is None
         right = client.post("/internal/ray", json=told, headers={"Authorization": f"Bearer {service.host_token}"})
-        assert right.json() == {"leaving": {}}
+        assert right.json() == {"leaving": {}, "wanted": None}
         assert service.device_counts() == {"h100": 8}
 
 

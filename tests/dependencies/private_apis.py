@@ -18,10 +18,11 @@ ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
 ATTENTION, CHECK = "functions/prefix_attention.py", "functions/attention_check.py"
 PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_kernels.py"
-CLUSTER, SESSION, LEAVING = (
+CLUSTER, SESSION, LEAVING, EACH_NODE = (
     "rlhfless/fleet/cluster.py",
     "rlhfless/fleet/ray_session.py",
     "rlhfless/fleet/leaving_watch.py",
+    "rlhfless/fleet/each_node.py",
 )
 TENSORBOARD, PODS = "rlhfless/telemetry/tensorboard.py", "rlhfless/control/pods.py"
 RAY_FOLDER = "rlhfless/fleet/private_ray.py"
@@ -276,7 +277,7 @@ VLLM_NAMES = (
 RAY_NAMES = (
     PrivateName("ray._private.state.available_resources_per_node", (CLUSTER,), "what is free on each node; the public "
                 "list of nodes has no such figure without the dashboard"),
-    PrivateName("ray._private.state.state", (CLUSTER, LEAVING), "nodes that are being drained",
+    PrivateName("ray._private.state.state", (EACH_NODE, LEAVING), "nodes that are being drained",
                 has=("get_draining_nodes",)),
     PrivateName("ray._private.worker", (SESSION,), "whether a private Ray has ended, and what Ray prints of workers",
                 has=("_global_node", "listen_error_messages")),

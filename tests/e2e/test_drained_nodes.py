@@ -34,7 +34,7 @@ MANY = 100_000
 
 @pytest.fixture
 def cluster() -> Iterator[str]:
-    """Ray on two nodes; its address."""
+    """Ray on two nodes; its address. What a service asks its autoscaler for, the tests bring and take."""
     with started(cores=1) as address:
         add_node(address, OTHER)
         yield address
@@ -42,7 +42,7 @@ def cluster() -> Iterator[str]:
 
 @pytest.fixture
 def service(cluster: str, assets: Path, tmp_path: Path) -> Iterator[Up]:
-    service = Up(tmp_path / "data", (assets,), ("--ray-address", cluster))
+    service = Up(tmp_path / "data", (assets,), ("--ray-address", cluster, "--capacity", "cpu-core=2"))
     service.start()
     yield service
     subprocess.run([COMMAND, "down", "--data", str(service.data)], check=True, timeout=200)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.function_specs import kinds_of
-from rlhfless.scaling.placement import Node, Placement, PlacementError, ReplicaRequest, Site, place
+from rlhfless.scaling.placement import Node, Placement, PlacementError, ReplicaRequest, Site, device_kind, place
 from rlhfless.spec import PlacementSpec, RunSpec
 
 
@@ -200,6 +200,14 @@ def test_the_kind_is_named_where_the_cluster_has_several() -> None:
     assert placed(PlacementSpec(kind="cpu-core"), *nodes).groups[0].kind == "cpu-core"
     with pytest.raises(PlacementError, match=r"placement.kind is 'b200', but the cluster has h100, l40s, cpu-core"):
         placed(PlacementSpec(kind="b200", devices=8), *nodes)
+
+
+def test_nodes_of_a_kind_may_come_in_a_joined_cluster_for_one_size_or_several() -> None:
+    for devices in (8, "auto", {"min": 2, "max": 8}):
+        joining = PlacementSpec(kind="h100", devices=devices, ray_address="10.0.0.1:6379")
+        assert device_kind(joining, []) == "h100"
+    with pytest.raises(PlacementError, match="say how many devices"):
+        device_kind(PlacementSpec(kind="h100", ray_address="10.0.0.1:6379"), [])
 
 
 def test_a_learner_of_another_kind_has_its_devices_beside_those_of_generation() -> None:

@@ -34,11 +34,12 @@ M = TypeVar("M", bound=BaseModel)
 async def take_ray_report(
     service: OfService, report: RayReport, authorization: Annotated[str, Header()] = ""
 ) -> HostAnswer:
-    """Take the report of a cluster's host, and answer with the nodes that are about to leave."""
+    """Take the report of a cluster's host, and answer with the nodes that are about to leave and the devices to
+    request."""
     if not hmac.compare_digest(authorization.removeprefix("Bearer "), service.host_token):
         raise ApiError(401, "unauthorized", "this is not the host of this service's cluster")
     service.update_ray_report(report)
-    return HostAnswer(leaving={} if service.pods is None else service.pods.leaving)
+    return HostAnswer(leaving={} if service.pods is None else service.pods.leaving, wanted=service.supervisor.wanted)
 
 
 @router.post("/runs/{run_id}/deliveries")

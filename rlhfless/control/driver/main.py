@@ -110,6 +110,7 @@ class _Attempt:
         console = Console("off" if spec.logging.console == "off" else "lines", f"run {self._order.run_id}", spec.steps)
         reporter = Reporter(self._outbox, console, spec.steps, spec.timeouts.devices_s)
         reporter.sizes = RunSizes(self._folder / SIZES_FILE)
+        reporter.capacity = self._order.capacity
         leave_mark(self._folder, self._order.attempt, hashed(self._order.token))
         replaced = self._end_replaced
         client = ServiceClient(self._order, self._outbox, reporter.state, reporter.receive, replaced, marked=True)
