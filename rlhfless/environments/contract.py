@@ -106,7 +106,7 @@ class EnvironmentSource:
     """Where an environment comes from."""
 
     target: str
-    """`module:Class`, `path.py:Class`, `path.py`, `process`, `mcp` or `gymnasium`."""
+    """`module:Class`, `path.py:Class`, `path.py`, `process`, `mcp`, `gymnasium` or `openenv`."""
     command: tuple[str, ...] = ()
     """Of a `process`."""
     folder: str | None = None
@@ -119,12 +119,15 @@ class EnvironmentSource:
     """Of `gymnasium`."""
     actions: tuple[str, ...] = ()
     """Of `gymnasium`."""
+    url: str = ""
+    """Of `openenv`."""
 
     @classmethod
     def of(cls, spec: EnvironmentSpec) -> EnvironmentSource:
         """Return the source that a spec names."""
         servers = (each if isinstance(each, str) else each.parameters for each in spec.servers)
-        return cls(spec.type, spec.command, spec.folder, tuple(servers), spec.id, spec.options, spec.actions)
+        game = (spec.id, spec.options, spec.actions, spec.url)
+        return cls(spec.type, spec.command, spec.folder, tuple(servers), *game)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Load an environment: a class or function of the user's, a program, the tools of MCP servers, or a game of
-gymnasium."""
+"""Load an environment: a class or function of the user's, a program, the tools of MCP servers, a game of gymnasium,
+or one of an OpenEnv server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhfless.environments.contract import Environment, EnvironmentSource, checked
-from rlhfless.spec import GYMNASIUM, MCP, PROCESS
+from rlhfless.spec import GYMNASIUM, MCP, OPENENV, PROCESS
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.spec.imports import TargetError, cause, load_target
@@ -35,6 +35,10 @@ def load(source: EnvironmentSource) -> Environment:
         from rlhfless.environments.gymnasium_game import gymnasium_game
 
         return checked(source.target, gymnasium_game(source.game, source.options, source.actions))
+    if source.target == OPENENV:
+        from rlhfless.environments.openenv_game import openenv_game
+
+        return checked(source.target, openenv_game(source.url))
     return checked(source.target, _code(source.target))
 
 

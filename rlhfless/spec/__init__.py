@@ -37,7 +37,7 @@ from rlhfless.spec.data import (
     PromptsSpec,
     RunType,
 )
-from rlhfless.spec.environment import GYMNASIUM, MCP, PROCESS, EnvironmentSpec
+from rlhfless.spec.environment import GYMNASIUM, MCP, OPENENV, PROCESS, EnvironmentSpec
 from rlhfless.spec.evaluation import BestSpec, CheckpointSpec, EvaluationSpec
 from rlhfless.spec.extension import PluginSpec
 from rlhfless.spec.fleet import (

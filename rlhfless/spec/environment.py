@@ -11,18 +11,19 @@ from rlhfless.spec.base import Duration, FilePath, Processes, SpecModel, Tokens,
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.imports import IMPORT_PATH
 
-PROCESS, MCP, GYMNASIUM = "process", "mcp", "gymnasium"
-"""Types that are not user code: a program that is a client of OpenAI's or Anthropic's API, MCP tool servers, and games
-of gymnasium."""
+PROCESS, MCP, GYMNASIUM, OPENENV = "process", "mcp", "gymnasium", "openenv"
+"""Types that are not user code: a program that is a client of OpenAI's or Anthropic's API, MCP tool servers, games of
+gymnasium, and OpenEnv servers."""
 
 _KEYS = {"command": PROCESS, "folder": PROCESS, "servers": MCP, "id": GYMNASIUM, "options": GYMNASIUM,
-         "actions": GYMNASIUM}  # fmt: skip
+         "actions": GYMNASIUM, "url": OPENENV}  # fmt: skip
 """Keys that belong to one type."""
 
 _NEEDED = {
     PROCESS: ("command", "[python, agent.py]"),
     MCP: ("servers", "[{command: python, args: [tools.py]}]"),
     GYMNASIUM: ("id", "FrozenLake-v1"),
+    OPENENV: ("url", "http://host:8000"),
 }
 """By type: the key that it needs, and an example."""
 
@@ -55,7 +56,7 @@ class EnvironmentSpec(SpecModel):
     type: str
     """Your environment: import path of a class or an async function, `package.module:Class`. `process`: a program that
     is a client of OpenAI's or Anthropic's API. `mcp`: the tools of MCP servers. `gymnasium`: a game of gymnasium's
-    registry."""
+    registry. `openenv`: that of an OpenEnv server."""
 
     command: Annotated[tuple[str, ...], Field(max_length=1024)] = ()
     """Program and arguments, for type `process`. `{column}` in an argument is replaced by a column of the row. `python`
@@ -76,6 +77,9 @@ class EnvironmentSpec(SpecModel):
 
     actions: Annotated[tuple[str, ...], Field(max_length=1024)] = ()
     """Names of the game's actions 0, 1, ..., for type `gymnasium`. Without names, the model writes the numbers."""
+
+    url: str = ""
+    """Address of the server, for type `openenv`, such as `http://host:8000`."""
 
     turns: Annotated[int, Field(ge=1, le=10_000)] = 16
     """Maximum turns of the model in an episode."""
@@ -132,6 +136,15 @@ class EnvironmentSpec(SpecModel):
                     raise ValueError(f"{server!r} is no URL; write `https://...`, or {{command: ..., args: [...]}}")
                 without_user(server, "a server that needs a token needs a class of your own (docs/environments.md)")
         return servers
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        if url:
+            if not url.startswith(("http://", "https://", "ws://", "wss://")):
+                raise ValueError(f"{url!r} is no URL; write `http://host:port` or `ws://host:port`")
+            without_user(url, "a server that needs a token needs a class of your own (docs/environments.md)")
+        return url
 
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> EnvironmentSpec:

@@ -99,7 +99,8 @@ async def played(
     """Play one episode of a class with a model that says these texts."""
     environments, model = LocalEnvironments(code), Says(texts)
     task = EpisodeTask("prompt", 0, row or {}, seed, messages=messages)
-    chat = byte_format(environments.description.tools)
+    described = environments.description
+    chat = byte_format([*described.tools, *({},) * described.offers])
     episode = await play_episode(task, model, chat, environments, EpisodeLimits(**limits))
     return episode, model, environments
 
