@@ -212,11 +212,11 @@ class CountedSamples:
     def on(self, requests: Collection[int]) -> dict[int, Ints]:
         return self._by_request(np.flatnonzero(np.isin(self._request_of, [*requests]) & ~self._finished))
 
-    def strays(self, slots: Sequence[int]) -> dict[int, Ints]:
-        held = np.flatnonzero(self.slot_of != UNASSIGNED)
-        request_of = self._request_of[held]
-        on = np.array([*slots, UNASSIGNED])[request_of]
-        return self._by_request(held[(on != self.slot_of[held]) & (request_of != NONE)])
+    def strays(self, slot_of: Callable[[int], int]) -> dict[int, Ints]:
+        held = np.flatnonzero((self.slot_of != UNASSIGNED) & (self._request_of != NONE))
+        requests, of = np.unique(self._request_of[held], return_inverse=True)
+        on = np.array(list(map(slot_of, requests.tolist())), np.int64)[of]
+        return self._by_request(held[on != self.slot_of[held]])
 
     def _by_request(self, samples: Ints) -> dict[int, Ints]:
         if not samples.size:

@@ -249,13 +249,8 @@ class GenerationStage:
 
     def _abort_misplaced(self) -> None:
         """Abort samples that run on an actor other than that of their assigned slot."""
-        actors = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
-        slots = [
-            slot if actors[slot] is actor else UNASSIGNED
-            for slot, actor in zip(self._slots, self._requests, strict=True)
-        ]
         strays: dict[str, dict[int, Ints]] = {}
-        for request, samples in self.samples.strays(slots).items():
+        for request, samples in self.samples.strays(self._slot_now).items():
             if (new := samples[~self._aborting[samples]]).size:
                 self._aborting[new] = True
                 strays.setdefault(self._requests[request].name, {})[request] = new
@@ -263,6 +258,11 @@ class GenerationStage:
             task = asyncio.create_task(self._call_back(self._pool[name], on))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
+
+    def _slot_now(self, request: int) -> int:
+        """Return the slot of a request; UNASSIGNED if its actor is gone."""
+        slot = self._slots[request]
+        return slot if self._pool.at(slot) is self._requests[request] else UNASSIGNED
 
     async def _call_back(self, actor: Replica, on: Mapping[int, Ints]) -> None:
         try:

@@ -229,8 +229,9 @@ class InFlightSamples:
         """See StageSamples."""
         return self._by_request(number for number, request in self.request_of.items() if request in requests)
 
-    def strays(self, slots: Sequence[int]) -> dict[int, Ints]:
+    def strays(self, slot_of: Callable[[int], int]) -> dict[int, Ints]:
         """See StageSamples."""
+        slots = {request: slot_of(request) for request in set(self.request_of.values())}
         return self._by_request(
             number
             for number, request in self.request_of.items()

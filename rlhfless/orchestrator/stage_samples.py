@@ -97,9 +97,9 @@ class StageSamples(AssignedSamples, Protocol):
     def on(self, requests: Collection[int]) -> Mapping[int, Ints]:
         """Return the samples on these requests, by request."""
 
-    def strays(self, slots: Sequence[int]) -> Mapping[int, Ints]:
-        """Return the samples that have another slot than their request, by request. `slots`: the slot of each request;
-        UNASSIGNED if its actor is gone."""
+    def strays(self, slot_of: Callable[[int], int]) -> Mapping[int, Ints]:
+        """Return the samples that have another slot than their request, by request. `slot_of` returns the slot of a
+        request; UNASSIGNED if its actor is gone."""
 
     def names(self, samples: Ints) -> Sequence[Any]:
         """Return the names by which actors know samples."""

@@ -7,8 +7,10 @@ residual life). The environment's own times need no model: fast and slow tools, 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
 
 from rlhfless.scaling.policy import Ints, StepView
 
@@ -24,6 +26,8 @@ class Waits:
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=OBSERVATIONS)
+        self._sums: tuple[list[float], list[float]] | None = None
+        """The seen waits in ascending order, and the sums of the longest 0, 1, 2, ...; None if they have changed."""
         self._since_s: dict[tuple[int, int], float] = {}
         """By step and sample: when a parked sample was first seen."""
 
@@ -39,6 +43,7 @@ class Waits:
             since_s = self._since_s.pop((step, sample), None)
             if since_s is not None:
                 self._seen.append(at_s - since_s)
+                self._sums = None
 
     def soonest_s(self, at_s: float) -> float:
         """Return the seconds until the first parked sample is expected back; infinite if none is parked."""
@@ -56,7 +61,10 @@ class Waits:
 
         Before the first answer, a wait is as long again as it has been.
         """
-        longer = [wait_s for wait_s in self._seen if wait_s > waited_s]
-        if longer:
-            return math.fsum(longer) / len(longer) - waited_s
+        if self._sums is None:
+            ascending = sorted(self._seen)
+            self._sums = ascending, [0.0, *accumulate(reversed(ascending))]
+        ascending, sums_s = self._sums
+        if longer := len(ascending) - bisect_right(ascending, waited_s):
+            return sums_s[longer] / longer - waited_s
         return waited_s * (LATE_SHARE if self._seen else 1.0)

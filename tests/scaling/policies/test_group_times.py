@@ -16,6 +16,7 @@ from rlhfless.scaling.policies.cost_aware.group_times import (
     MOST_PIECES,
     CapacityError,
     GroupTimes,
+    NetworkTimes,
     fit_iteration_times,
     responses,
 )
@@ -162,3 +163,50 @@ def test_a_roofline_needs_two_pieces():
 def test_bad_lengths_are_refused(tokens):
     with pytest.raises(ValueError, match="give one predicted length per sample, 1 token or more"):
         responses(tokens, [0] * len(tokens), [1])
+
+
+# -- waits for an environment
+
+
+def test_a_session_alone_waits_and_generates_in_turn():
+    """10 tokens of 1 s each, and 3 s of waiting per token: 40 s. The work of a batch is not stretched by waits that it
+    does not have."""
+    assert NetworkTimes(1.0, 3.0).of(np.array([10.0]), np.array([10.0])) == pytest.approx([40])
+    assert NetworkTimes(1.0, 0.0).of(np.array([25.0]), np.array([10.0])) == pytest.approx([25])
+
+
+def test_others_add_to_an_iteration_only_while_they_do_not_wait():
+    """f = 4, r = 12, z = 9: with t = 18 the sessions are in the batch for half of the time, 9 + 4 + 12 / 2 = 19 > 18.
+    t = (25 + sqrt(625 - 432)) / 2 = 19.45 solves it."""
+    (t,) = NetworkTimes(1.0, 9 / 4).of(np.array([16.0]), np.array([4.0]))
+    assert t == pytest.approx((25 + math.sqrt(193)) / 2)
+    assert t == pytest.approx(9 + 4 + 12 * (t - 9) / t)
+
+
+@given(
+    st.floats(1, 1e4),
+    st.floats(0, 1e4),
+    st.floats(0, 100),
+    st.floats(1, 1e4),
+)
+def test_waits_are_between_hidden_and_added_and_a_limit_is_the_inverse(longest, rest, token_s, slack):
+    network, alone = NetworkTimes(0.01, token_s), 0.01 * longest
+    (t,) = network.of(np.array([alone + rest]), np.array([longest]))
+    waits = token_s * longest
+    assert max(alone + rest, alone + waits) * (1 - 1e-9) <= t <= (alone + rest + waits) * (1 + 1e-9)
+    limit = (alone + waits) + slack
+    (again,) = network.of(np.array([network.work_s(limit, longest)]), np.array([longest]))
+    assert again == pytest.approx(limit, rel=1e-6)
+    assert network.work_s((alone + waits) * 0.99, longest) < alone or waits == 0
+
+
+def test_the_longest_group_under_a_limit_counts_waits():
+    step = responses([4] * 8, range(8), [1] * 8)
+    engine = Straight()  # a(B) = 1 + B / 2
+    times = GroupTimes(device(engine).actor, step, step.list_order, wait_token_s=2.0)
+    begin, seconds = times.longest_group(8, 16.0)
+    assert 0 < begin < 8
+    assert seconds <= 16.0 < times.one_s(begin - 1, 8)
+    assert times.one_s(begin, 8) == pytest.approx(seconds)
+    assert times.time_s(np.array([begin]), np.array([8])) == pytest.approx([seconds])
+    assert times.longest_group(8, 11.9) == (8, 0.0), "4 iterations of 1.5 s and 8 s of waiting"

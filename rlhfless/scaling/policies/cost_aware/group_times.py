@@ -18,6 +18,9 @@ Waves: a group may exceed the engine's capacity (KV tokens at the final lengths,
 sequences that fit then start first, and each waiting sequence is admitted when another ends. It adds its tokens at the
 rate of a full batch of similar sequences: a(B) / B seconds per token, with B the mean of the numbers of sequences that
 fit when counting up and down the list from it. This is exact for waves of equal lengths.
+
+Waits for an environment: an actor and its sessions are a closed queueing network, in which a session is either in the
+engine's batch or waits (`NetworkTimes`).
 """
 
 from __future__ import annotations
@@ -201,6 +204,43 @@ class ActorTypeCache:
         return last
 
 
+@dataclass(frozen=True, slots=True)
+class NetworkTimes:
+    """Times of groups whose sequences wait for their environment: a closed queueing network.
+
+    A group would take S seconds without waits: f = a(0) x its longest length, which that sequence generates alone, and
+    the rest r = S - f, which the sequences of a batch add to each other's iterations. If the longest sequence waits for
+    z seconds in all, it is in the batch for (t - z) / t of the group's time t. So are the others, who add only this
+    share of r to its iterations:
+
+        t = z + f + r (t - z) / t,    so t = (u + sqrt(u^2 - 4 z r)) / 2 with u = z + f + r
+
+    This is S without waits, z + f if it is alone, and S again if the engine is always busy: others' work then fills the
+    waits (the asymptotic bounds of closed networks: Denning and Buzen, ACM Computing Surveys 10, 1978).
+    """
+
+    at_zero_s: float
+    """a(0): see IterationTimes."""
+    token_s: float
+    """Seconds for which a sequence waits for its environment, per token of its response."""
+
+    def of(self, work_s: Floats, longest: Floats) -> Floats:
+        """Return the seconds of groups that take `work_s` without waits, elementwise."""
+        alone_s, waits_s = self.at_zero_s * longest, self.token_s * longest
+        rest_s = np.maximum(work_s - alone_s, 0.0)
+        total_s = alone_s + rest_s + waits_s
+        return np.asarray((total_s + np.sqrt(np.maximum(total_s**2 - 4 * waits_s * rest_s, 0.0))) / 2)
+
+    def work_s(self, limit_s: float, longest: float) -> float:
+        """Return the most `work_s` with which a group ends within a limit; below 0 if its longest sequence does not."""
+        alone_s, waits_s = self.at_zero_s * longest, self.token_s * longest
+        if waits_s == 0 or limit_s == np.inf:
+            return limit_s
+        if limit_s < alone_s + waits_s:
+            return -1.0
+        return alone_s + (limit_s - alone_s - waits_s) * limit_s / (limit_s - waits_s)
+
+
 class GroupTimes:
     """Times of all groups of a list.
 
@@ -208,8 +248,9 @@ class GroupTimes:
     `end` and `start` are [m, n + 1].
     """
 
-    def __init__(self, actor: ActorType, step: Responses, order: Ints) -> None:
-        """Precompute the sums. `order` [samples] lists the samples from short to long. Raises CapacityError."""
+    def __init__(self, actor: ActorType, step: Responses, order: Ints, wait_token_s: float = 0.0) -> None:
+        """Precompute the sums. `order` [samples] lists the samples from short to long. `wait_token_s`: see
+        NetworkTimes. Raises CapacityError."""
         tokens, prompt = step.tokens[order], step.prompt[order]
         context = step.prompt_tokens[prompt]
         reading_s = actor.engine.context_s * tokens * (context + (tokens - 1) / 2)
@@ -220,7 +261,9 @@ class GroupTimes:
         charged_s, again_s = _charges(step.tree, *_prefills_s(actor.engine, step), prompt)
         self._rest = _sums(reading_s + charged_s)
         longest = np.maximum.accumulate(tokens) if step.longest is None else step.longest
-        self._end_s, self._start_s = self._pieces(np.concatenate(([0.0], longest)))
+        self._longest = np.concatenate(([0.0], longest))
+        self._network = NetworkTimes(actor.iteration_times.at_zero_s, wait_token_s)
+        self._end_s, self._start_s = self._pieces(self._longest)
         if (most := float((tokens + context).max())) > actor.kv_capacity_tokens:
             raise CapacityError(
                 f"{actor.kind}: kv_capacity_tokens is {actor.kv_capacity_tokens}, too little for a response that has "
@@ -267,10 +310,14 @@ class GroupTimes:
         piece = np.asarray(self._times.knots[1:-1], np.int64).searchsorted(end - fitting, side="left")
         working = self._end_s[piece, end] - self._start_s[piece, fitting]
         waiting = self._waiting_s[fitting] - self._waiting_s[begin]
-        return np.asarray(working + waiting + self._again_s[begin])
+        return self._network.of(np.asarray(working + waiting + self._again_s[begin]), self._longest[end])
 
     def one_s(self, begin: int, end: int) -> float:
         """Return the seconds of the non-empty group [begin, end)."""
+        return float(self._network.of(np.asarray(self._work_s(begin, end)), self._longest[end]))
+
+    def _work_s(self, begin: int, end: int) -> float:
+        """Return the seconds of the non-empty group [begin, end) without waits."""
         end_s, start_s, floor, waiting_s, again_s = self._lists
         fitting = max(begin, floor[end])
         piece = bisect_left(self._times.knots, end - fitting, 1, len(self._times.knots) - 1) - 1
@@ -283,14 +330,19 @@ class GroupTimes:
 
         Returns (end, 0.0) if not even the last sample fits.
         """
-        again_s = self._lists[-1]
-        begin, seconds = self._without_repeat(end, limit_s)
+        again_s, longest = self._lists[-1], float(self._longest[end])
+        work_limit_s = self._network.work_s(limit_s, longest)
+        begin, seconds = self._without_repeat(end, work_limit_s)
         seconds += again_s[begin]
         # A group that starts among siblings prefills their prompt again.
-        while begin < end and seconds > limit_s:
+        while begin < end and seconds > work_limit_s:
             begin += 1
-            seconds = self.one_s(begin, end) if begin < end else 0.0
-        return begin, seconds if begin < end else 0.0
+            seconds = self._work_s(begin, end) if begin < end else 0.0
+        if begin == end:
+            return end, 0.0
+        if self._network.token_s == 0:
+            return begin, seconds
+        return begin, min(float(self._network.of(np.asarray(seconds), np.asarray(longest))), limit_s)
 
     def _without_repeat(self, end: int, limit_s: float) -> tuple[int, float]:
         """Like `longest_group`, without charging a prompt again whose siblings are split."""

@@ -61,8 +61,8 @@ class FleetOptions:
     max_actors: int
     weight_sync_s: float = 0.0
     """Time for one actor to load the new weights, after its wait and before its work; paid for."""
-    waits_s: float = 0.0
-    """Time for which the longest sample waits for its environment, in all; its actor is paid for meanwhile."""
+    wait_token_s: float = 0.0
+    """Time for which a sample waits for its environment, per token of its response (`group_times.NetworkTimes`)."""
     between_usd: float = 0.0
     """Cost of one actor from the end of the step until it works in the next one: of staying, or of being released and
     restarted."""
@@ -196,9 +196,9 @@ class _Search:
     def __init__(self, step: Responses, options: FleetOptions) -> None:
         self._options = options
         self._order = step.list_order
-        self._times = GroupTimes(options.actor, step, self._order)
+        self._times = GroupTimes(options.actor, step, self._order, options.wait_token_s)
         self._standby = options.soonest
-        self._ready_s = [standby.wait_s + options.weight_sync_s + options.waits_s for standby in self._standby]
+        self._ready_s = [standby.wait_s + options.weight_sync_s for standby in self._standby]
         self._tried: dict[float, _Cut | None] = {}  # By limit; None if infeasible
         cheapest = self.within(math.inf)
         assert cheapest is not None  # without a limit a single actor does everything

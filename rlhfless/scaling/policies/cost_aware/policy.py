@@ -18,6 +18,7 @@ from rlhfless.scaling.policies.contract import (
     Weighted,
     contract_for_step,
 )
+from rlhfless.scaling.policies.cost_aware.consolidate import actors_to_keep, give_to, leave_for
 from rlhfless.scaling.policies.cost_aware.estimates import (
     DeadlineMargin,
     Recent,
@@ -102,6 +103,8 @@ class CostAware:
         self._actors: tuple[int, ...] = ()
         self._released: set[int] = set()
         """Slots of the step's actors that were released while samples were parked."""
+        self._kept: tuple[int, ...] = ()
+        """Slots of the actors that generate the rest of a step with an environment; empty before the first look."""
         self._aim = StepAim(self._deadline.of_step(1, revisits=False))
         self._forecast = StepForecast()
 
@@ -165,7 +168,7 @@ class CostAware:
         self._aim = StepAim(margin, now.at_s, limit_s, planned_s, after_s, made.plan.time_usd_per_s)
         self._idle.aim = self._aim
         self._steps += 1
-        self._actors, self._released = made.slots, set()
+        self._actors, self._released, self._kept = made.slots, set(), ()
         return [*actions, Note(made.plan.record(now.view.step, now.at_s)), *self._carried_out(now, made)]
 
     def _plan(
@@ -190,7 +193,7 @@ class CostAware:
             tuple(tiers),
             len(slots),
             now.view.fleet.load_s,
-            self._wait_token_s.value * float(step.tokens.max(initial=0)),
+            self._wait_token_s.value,
             self._idle.between_usd(now, next(iter(standby)), tokens),
         )
         limit_s, deadline_s = math.inf, math.inf
@@ -251,21 +254,31 @@ class CostAware:
             tokens = now.tokens + float(actors.means.sum())
             freed = self._idle.state_of(now, now.layout.generation[0], self._forecast).freed_usd_per_s > 0
             after_s = self._idle.after_at_s(self._aim.margin.confidence, tokens)
-            actions = rebalance_tail(now, actors, goal_of(now, self._aim, after_s, freed))
+            goal = goal_of(now, self._aim, after_s, freed)
+            if now.view.waited_s is not None:
+                self._kept = actors_to_keep(now, actors, goal)
+                actions = leave_for(now, actors, self._kept)
+            if actions:
+                actors.compute_ends(goal.confidence)
+            else:
+                actions = rebalance_tail(now, actors, goal)
             self._forecast = _forecast(now, tokens, max(actors.last()[1], self._waits.last_s(now.at_s)))
             loads = np.bincount(actors.home[actors.home != UNASSIGNED], minlength=now.slots)
         if self._generating != {now.view.step}:
             return actions
         for slot in now.layout.generation:
             if loads[slot] == 0 and now.awake(slot):
-                left = release(now, slot, self._idle.state_of(now, slot, self._forecast, answer_s))
+                wanted_s = answer_s if not self._kept or slot in self._kept else math.inf
+                left = release(now, slot, self._idle.state_of(now, slot, self._forecast, wanted_s))
                 actions += left
-                self._released |= {slot} if left and answer_s < math.inf else set()
+                self._released |= {slot} if left and wanted_s < math.inf else set()
         return [*actions, *self._idle.start_for(now, self._released, answer_s)] if answer_s < math.inf else actions
 
     def _answered(self, now: PolicyContext, samples: Ints, slots: Ints) -> list[Action]:
-        """Let samples return to the actors they had; if no actor is left, start these again."""
+        """Let samples return to the actors they had, or those that are kept; if no actor is left, start these again."""
         self._waits.answered(now.at_s, now.view.step, samples)
+        if kept := list(filter(now.awake, self._kept)):
+            return give_to(now, samples, slots, kept)
         if any(map(now.awake, now.layout.generation)):
             return []
         again = np.unique(slots).tolist()

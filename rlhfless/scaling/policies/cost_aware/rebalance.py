@@ -20,7 +20,7 @@ import numpy as np
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.policies.cost_aware.estimates import StartTimes, StepAim
 from rlhfless.scaling.policies.cost_aware.forecasts import EVEN, RemainingLengths
-from rlhfless.scaling.policies.cost_aware.group_times import ActorType
+from rlhfless.scaling.policies.cost_aware.group_times import ActorType, NetworkTimes
 from rlhfless.scaling.policies.cost_aware.idle import StepForecast
 from rlhfless.scaling.policies.fleet import Inputs, PolicyContext, note, start
 from rlhfless.scaling.policy import UNASSIGNED, Action, Ints, Move
@@ -101,8 +101,10 @@ class Actors:
             unended = self._unended[self._lengths.kind[rows]].sum(axis=0)
             longest = self._lengths.crossing(self._grid, unended, confidence)
             draw = np.minimum(draw, longest)
-        waits_s = self._wait_token_s * longest
-        return self.until_up_s[slot] + self._devices[slot].drain_s(draw, self.context[rows], longest) + waits_s
+        device = self._devices[slot]
+        work_s = device.drain_s(draw, self.context[rows], longest)
+        network = NetworkTimes(device.iteration_times.at_zero_s, self._wait_token_s)
+        return self.until_up_s[slot] + float(network.of(np.asarray(work_s), np.asarray(longest)))
 
     def apply(self, move: HalfMove) -> None:
         """Reassign the samples of a migration."""
