@@ -81,6 +81,7 @@ async def play_episode(
     again.
     """
     started_s, failures = unix_s(), list[str]()
+    until_failure: tuple[tuple[int, str], ...] = ()
     deadline_s = asyncio.get_running_loop().time() + limits.episode_s
     past = _since_restart(past)
     while True:
@@ -92,6 +93,7 @@ async def play_episode(
             continue
         except EnvironmentFailed as error:
             failures.append(str(error))
+            until_failure = until_failure or episode.until_failure or episode.calls_until("")
             if len(failures) <= limits.retries:
                 if environments.description.plays:  # it is run again, with the turns that it has had
                     past = max(past, episode.events, key=len)
@@ -110,6 +112,7 @@ async def play_episode(
             digest=environments.description.digest,
             cause=cause,
             failures=tuple(failures),
+            until_failure=until_failure or episode.until_failure,
             started_s=started_s,
             ended_s=unix_s(),
         )
@@ -154,6 +157,7 @@ class _Episode:
     ) -> None:
         self._task, self._model, self._chat, self._limits = task, model, chat, limits
         self._description = environments.description
+        self._failures = failures
         self._environment = RecoveredEnvironment(environments, task, limits, failures)
         self._write = journal
         self._tools: Sequence[Any] = ()
@@ -167,6 +171,8 @@ class _Episode:
         self.events: list[Event] = []
         self.segments: list[Segment] = []
         self.calls: list[EnvironmentCall] = []
+        self.until_failure: tuple[tuple[int, str], ...] = ()
+        """See Episode; of this attempt."""
         self.reward: float | None = None
         self.parts: Mapping[str, float] = {}
 
@@ -284,6 +290,11 @@ class _Episode:
             await self._journal(self.calls[-1])
             wait_s = 0.0
 
+    def calls_until(self, tool: str) -> tuple[tuple[int, str], ...]:
+        """Return turn and tool of all calls, with one of `tool` in the current turn; none before the first turn."""
+        turn = len(self._model_turns()) - 1
+        return () if turn < 0 else (*((call.turn, call.tool) for call in self.calls), (turn, tool))
+
     def _require_session(self) -> None:
         """Raise _SessionLost if the past cannot be repeated."""
         if self._has_past and not (self._description.replayable or self._environment.resumed):
@@ -342,7 +353,14 @@ class _Episode:
     async def _call(self, tool: str, arguments: Any, call_id: str | None) -> Answer:
         number, started_s = len(self.calls) + 1, monotonic_s()
         await self._journal((number, tool, arguments))
-        answer = await self._environment.answer(number, tool, arguments)
+        failures = len(self._failures)
+        try:
+            answer = await self._environment.answer(number, tool, arguments)
+        except EnvironmentFailed:
+            self.until_failure = self.until_failure or self.calls_until(tool)
+            raise
+        if len(self._failures) > failures:  # it was answered in a new session
+            self.until_failure = self.until_failure or self.calls_until(tool)
         if number <= len(self._past_calls) and answer.digest != self._past_calls[number - 1].answer.digest:
             raise NotReplayable(number, tool)
         turn = len(self._model_turns()) - 1

@@ -154,6 +154,8 @@ class Trajectory:
     """Why it failed."""
     failures: tuple[str, ...] = ()
     """Causes of failures of the environment, of earlier attempts too."""
+    until_failure: tuple[tuple[int, str], ...] = ()
+    """Turn and tool of each call up to the first one that failed, which is the last; empty if none failed."""
     started_s: float = 0.0
     ended_s: float = 0.0
 
@@ -230,6 +232,7 @@ class Trajectory:
             digest=self.digest,
             cause=self.cause,
             failures=self.failures,
+            until_failure=self.until_failure,
         )
 
     def prompts(self) -> Iterator[tuple[Tokens, ModelSegment]]:

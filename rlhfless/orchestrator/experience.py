@@ -22,6 +22,7 @@ from functools import reduce
 import numpy as np
 
 from rlhfless.algorithms.batch import in_batch_order
+from rlhfless.environments.failure_bias import biased, failure_p_values
 from rlhfless.orchestrator.group_pipeline import ScoredGroups
 from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.prepare.prompt_order import PromptOrder
@@ -158,6 +159,27 @@ def log_failures(experience: Experience, step: int) -> None:
             step, reward, len(samples), len(experience.samples), samples[0], samples[0].scored.failures[reward],
             others, all_of_them,
         )  # fmt: skip
+    chances = failure_chances(experience)
+    for kind in biased(chances):
+        log.warning(
+            "step %d: failures of the environment depend on the %s of its calls (p = %.2g), so the samples that are "
+            "left are a selection, and what is learned from them is biased",
+            step, kind, chances[kind],
+        )  # fmt: skip
+
+
+def failure_chances(experience: Experience) -> dict[str, float]:
+    """Return the probability by chance of which calls have failed: see rlhfless.environments.failure_bias."""
+    return failure_p_values(
+        [
+            [
+                (sample.episode, None if sample.score is None or sample.score.failures else sample.score.total)
+                for sample in group.samples
+                if sample.episode is not None
+            ]
+            for group in experience.groups
+        ]
+    )
 
 
 def readable(groups: Sequence[Group]) -> list[Group]:

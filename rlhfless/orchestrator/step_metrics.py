@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from rlhfless.orchestrator.batches import StepBatch
-from rlhfless.orchestrator.experience import has_signal, usable
+from rlhfless.orchestrator.experience import failure_chances, has_signal, usable
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.prefixes.trie import shared_prefixes
@@ -40,6 +40,7 @@ def rollout_metrics(experience: Experience, kept: Experience, prompts: int) -> d
         "truncated": float(np.mean([sample.finish_reason == FinishReason.LENGTH for sample in samples])),
         "cached_prompt_tokens": cached / float(prompt_tokens.sum()),
         **episode_metrics([episode for sample in samples if (episode := sample.episode) is not None]),
+        **{f"failure_chance/{kind}": p for kind, p in failure_chances(experience).items()},
     }
 
 

@@ -95,6 +95,8 @@ class Episode:
     """Why it failed."""
     failures: tuple[str, ...] = ()
     """Causes of failures of the environment, of earlier attempts too."""
+    until_failure: tuple[tuple[int, str], ...] = ()
+    """Turn and tool of each call up to the first one that failed, which is the last; empty if none failed."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further numbers that the user's own loop returned with its reward."""
 
@@ -185,5 +187,6 @@ class Episode:
                 "calls": tuple(EpisodeCall(**call) for call in values["calls"]),
                 "status": EpisodeStatus(values["status"]),
                 "failures": tuple(values["failures"]),
+                "until_failure": tuple((turn, tool) for turn, tool in values.get("until_failure", ())),
             }
         )

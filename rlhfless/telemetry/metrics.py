@@ -97,6 +97,12 @@ _DECLARED = [
     Metric("invalid_calls", _RATIO, "Calls that name no tool, or have wrong arguments"),
     Metric("environment_wait_mean_s", Unit.SECONDS, "Mean time that an episode waits for its environment"),
     Metric("environment_failures", Unit.NONE, "Failures of the environment, each with a resume or restart"),
+    Metric(
+        "failure_chance",
+        _RATIO,
+        "Probability by chance of which calls have failed; below 0.00025 it is an alarm",
+        label="kind",
+    ),
     Metric("conversations_mean", Unit.NONE, "Mean conversations of an episode; more than 1 with sub-agents"),
     Metric("episodes", _RATIO, "Share of episodes by how they ended", label="status"),
     Metric("cached_prompt_tokens", _RATIO, "Prompt tokens whose KV came from the prefix cache"),
