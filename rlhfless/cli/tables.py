@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhfless.orchestrator.driver import Outcome
     from rlhfless.prepare.faults import SkippedRows
     from rlhfless.scaling.accounting import Summary, Usage
+    from rlhfless.scaling.episode_waits import EpisodeWaits
 
     Used = Usage | FunctionUsage
 
@@ -127,7 +128,7 @@ def run_report(title: str, outcome: Outcome, folder: Path, skipped: Sequence[Ski
     return Group(report, *(whole(str(each)) for each in skipped))
 
 
-def trace_report(run_id: str, summary: Summary) -> RenderableType:
+def trace_report(run_id: str, summary: Summary, waits: EpisodeWaits | None = None) -> RenderableType:
     """Render the cost of a run, and how its steps spent their time."""
     from rlhfless.scaling.prices import by_kind, mean_phases
 
@@ -142,6 +143,11 @@ def trace_report(run_id: str, summary: Summary) -> RenderableType:
         evicted = f"; {prompts.evicted_tokens:,} evicted and computed again" if prompts.evicted_tokens else ""
         once = f"computed once: {prompts.once:.0%}; saved {prompts.saved:.0%} of the step"
         parts += ["", f"prompt tokens    {once}{evicted}"]
+    if waits is not None:
+        actors = f"actors waited {waits.actors_device_s:,.0f} device-s ({money(waits.actors_usd)})"
+        again = f"{waits.recomputed_tokens:,} tokens computed again after waits"
+        held = f"held {waits.environment_s:,.0f} s ({money(waits.environment_usd)})"
+        parts += ["", f"environment      episodes waited {waits.episodes_s:,.0f} s; {actors}; {again}; {held}"]
     if summary.engine_starts:
         phases = mean_phases(summary.engine_starts)
         by_phase = ", ".join(f"{phase.replace('_', ' ')} {seconds:.1f}" for phase, seconds in phases.items())

@@ -32,12 +32,14 @@ def summary(folder: TraceFolder) -> None:
     from rlhfless.cli.tables import trace_report
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.scaling.accounting import summarise
+    from rlhfless.scaling.episode_waits import episode_waits
     from rlhfless.scaling.prices import PriceBook
     from rlhfless.telemetry.terminal import Terminal
 
     recorded = read_trace(trace_folder(folder))
-    bill = summarise(recorded, PriceBook.model_validate(recorded.meta.prices))
-    Terminal().print(trace_report(recorded.meta.run_id, bill))
+    prices = PriceBook.model_validate(recorded.meta.prices)
+    bill = summarise(recorded, prices)
+    Terminal().print(trace_report(recorded.meta.run_id, bill, episode_waits(recorded, prices)))
 
 
 @trace.command()
