@@ -26,7 +26,12 @@ from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import DevicesByNode, MachinesSpec
 from rlhfless.sim.scenarios.scenario import Scenario
-from rlhfless.sim.scenarios.work import CriticTimingSpec, ReferenceTimingSpec, ScenarioPlacementSpec
+from rlhfless.sim.scenarios.work import (
+    CriticTimingSpec,
+    EpisodesWorkload,
+    ReferenceTimingSpec,
+    ScenarioPlacementSpec,
+)
 from rlhfless.sim.setup import ActorShape, LearnerShape, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.learner import evaluated_share
@@ -98,7 +103,9 @@ class ScenarioLayout:
         if not (each := list(devices.actors(engine.devices))):
             return []
         blocks = timing.kv_tokens(self._scenario, machines.kind) // engine.block_tokens
-        shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
+        workload = self._scenario.workload
+        park_s = workload.park_s if isinstance(workload, EpisodesWorkload) else math.inf
+        shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens, park_s)
         prices = PricedModel(timing.engine_model(self._scenario, machines.kind), engine.max_sequences)
         model = timing.engine_shape(self._scenario)
         up_s = timing.start_s(self._scenario, self._measured, FunctionName.GENERATION, start_s(model))
@@ -133,7 +140,7 @@ class ScenarioLayout:
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
-        """Return the slots of scoring, and of the reference and the critic if there are any."""
+        """Return the slots of scoring, and of the reference, the critic and the environment if there are any."""
         scoring = self._scenario.scoring
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
         up_s = timing.start_s(self._scenario, self._measured, FunctionName.SCORING, scoring.start_s)
@@ -144,6 +151,10 @@ class ScenarioLayout:
             shapes.append(self._reference(self._scenario.reference))
         if self._scenario.critic is not None:
             shapes.append(self._critic(self._scenario.critic))
+        if isinstance(workload := self._scenario.workload, EpisodesWorkload):
+            sessions = tuple(Device(f"session-{i}", CPU_KIND, i) for i in range(workload.sessions))
+            slot_setup = SlotSetup(Allocation.of(sessions), self._first.devices[0][0], scoring.start_s, beside=True)
+            shapes.append(ServiceShape(slot_setup, FunctionName.ENVIRONMENT, None, 0.0, 0.0))
         return tuple(shapes)
 
     def _reference(self, reference: ReferenceTimingSpec) -> ServiceShape:

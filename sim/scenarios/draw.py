@@ -16,11 +16,13 @@ from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import (
     AzureWorkload,
     BimodalWorkload,
+    EpisodesWorkload,
     LognormalSpec,
     LognormalWorkload,
     PrefixLevel,
     RecordedWorkload,
 )
+from rlhfless.sim.workloads.episodes import EpisodeShape
 from rlhfless.sim.workloads.recorded import batches_of, read_azure, read_mooncake, read_runtime
 from rlhfless.sim.workloads.synthetic import BimodalLengths, LengthShape, LognormalLengths, SyntheticWorkload
 from rlhfless.spec.errors import InputError, Problem
@@ -71,6 +73,11 @@ def _drawn(scenario: Scenario, seed: int) -> list[RolloutBatch]:
     workload = scenario.workload
     if isinstance(workload, LognormalWorkload | BimodalWorkload):
         return list(synthetic(scenario, workload, seed).batches(scenario.steps))
+    if isinstance(workload, EpisodesWorkload):
+        fewest = workload.turns.fewest
+        shape = EpisodeShape(workload.turn_tokens, workload.answer_tokens, workload.wait_s, fewest)
+        counted = synthetic(scenario, workload, seed).batches(scenario.steps)
+        return [shape.with_turns(batch, scenario.max_tokens, seed) for batch in counted]
     if isinstance(workload, RecordedWorkload):
         return _enough(scenario, read_runtime(trace_folder(workload.path)))
     requests = read_azure(workload.path) if isinstance(workload, AzureWorkload) else read_mooncake(workload.path)
@@ -92,8 +99,13 @@ def _drawn(scenario: Scenario, seed: int) -> list[RolloutBatch]:
     return _enough(scenario, capped)
 
 
-def synthetic(scenario: Scenario, workload: LognormalWorkload | BimodalWorkload, seed: int) -> SyntheticWorkload:
-    """Return the generator of a synthetic workload. Raises InputError if an epoch is smaller than a step."""
+def synthetic(
+    scenario: Scenario, workload: LognormalWorkload | BimodalWorkload | EpisodesWorkload, seed: int
+) -> SyntheticWorkload:
+    """Return the generator of a synthetic workload; for episodes, of their numbers of turns.
+
+    Raises InputError if an epoch is smaller than a step.
+    """
     try:
         return SyntheticWorkload(
             _shape(workload),
@@ -101,7 +113,7 @@ def synthetic(scenario: Scenario, workload: LognormalWorkload | BimodalWorkload,
             scenario.prompts_per_step,
             scenario.samples_per_prompt,
             workload.median_prompt_tokens,
-            scenario.max_tokens,
+            workload.turns.most if isinstance(workload, EpisodesWorkload) else scenario.max_tokens,
             workload.drift_per_step,
             seed,
         )
@@ -110,10 +122,12 @@ def synthetic(scenario: Scenario, workload: LognormalWorkload | BimodalWorkload,
         raise InputError(scenario.name, [Problem("workload.prompts", str(error), hint)]) from error
 
 
-def _shape(workload: LognormalWorkload | BimodalWorkload) -> LengthShape:
+def _shape(workload: LognormalWorkload | BimodalWorkload | EpisodesWorkload) -> LengthShape:
     def lognormal(spec: LognormalSpec) -> LognormalLengths:
         return LognormalLengths(**spec.model_dump())
 
+    if isinstance(workload, EpisodesWorkload):
+        return LognormalLengths(workload.turns.median, workload.turns.spread, workload.turns.persistence)
     if isinstance(workload, LognormalWorkload):
         return lognormal(workload.lengths)
     return BimodalLengths(lognormal(workload.short), lognormal(workload.long), workload.long_share)

@@ -67,6 +67,50 @@ class BimodalWorkload(_SyntheticSpec):
     """Fraction of long responses. Harder prompts have more of them."""
 
 
+class TurnsSpec(SpecModel):
+    """Lognormal distribution of the number of turns of an episode."""
+
+    median: Positive
+    """Median number of turns."""
+
+    spread: Annotated[float, Field(ge=0)]
+    """Standard deviation of the log."""
+
+    persistence: Share
+    """Correlation of an episode's log number with its prompt's own level."""
+
+    fewest: Count = 1
+    """Least number of turns."""
+
+    most: Count
+    """Largest number of turns."""
+
+
+class EpisodesWorkload(_SyntheticSpec):
+    """Episodes of several turns, with an environment on CPU cores that answers each turn but the last."""
+
+    type: Literal["episodes"] = "episodes"
+
+    turns: TurnsSpec
+    """Number of turns of an episode."""
+
+    turn_tokens: Positive
+    """Median tokens of a turn. Turns, answers and waits are lognormal with a spread of 0.5."""
+
+    answer_tokens: Positive
+    """Median tokens that the environment writes after a turn."""
+
+    wait_s: Annotated[float, Field(ge=0)]
+    """Mean seconds until the environment answers."""
+
+    park_s: Annotated[float, Field(ge=0)] = 5.0
+    """Wait after which an episode leaves its actor, as in a run (`environment.park_s`)."""
+
+    sessions: Count
+    """CPU cores of the environment, each with a session. They are paid for; a simulation does not wait for a free one.
+    By Little's law, calls per second x seconds per call of them are busy."""
+
+
 class RecordedWorkload(SpecModel):
     """The responses of a recorded run."""
 
@@ -95,7 +139,7 @@ class MooncakeWorkload(SpecModel):
 
 
 WorkloadSpec = Annotated[
-    LognormalWorkload | BimodalWorkload | RecordedWorkload | AzureWorkload | MooncakeWorkload,
+    LognormalWorkload | BimodalWorkload | EpisodesWorkload | RecordedWorkload | AzureWorkload | MooncakeWorkload,
     Field(discriminator="type"),
 ]
 
