@@ -1,6 +1,7 @@
 """Episodes worked by hand: transcripts, ends, rewards, and what a failed environment does to them."""
 
 import asyncio
+import json
 import random
 import re
 from dataclasses import replace
@@ -21,7 +22,7 @@ from rlhfless.environments.trajectory import (
     ModelSegment,
     Parsed,
 )
-from rlhfless.records import Group, Prompt, sample_seed
+from rlhfless.records import Episode, Group, Prompt, sample_seed
 from rlhfless.sim.virtual_loop import run_virtual
 
 
@@ -264,6 +265,9 @@ async def test_an_episode_starts_again_after_a_failure_and_gets_the_same_tokens(
     assert model.seeds[:2] == model.seeds[2:4]
     assert len(episode.failures) == 1
     assert "the database is gone" in episode.failures[0]
+    assert (undisturbed.until_failure, episode.until_failure) == ((), ((0, "guess"), (1, "guess")))
+    record = episode.episode()
+    assert Episode.of_json(json.loads(json.dumps(record.as_json()))) == record
 
 
 async def test_a_failed_environment_is_no_reward_of_zero():
@@ -271,6 +275,7 @@ async def test_a_failed_environment_is_no_reward_of_zero():
     assert (episode.status, episode.reward, environments.opened) == (EpisodeStatus.FAILED, None, 3)
     assert "`guess` raised RuntimeError: the database is gone" in episode.cause
     assert len(episode.failures) == 3
+    assert episode.until_failure == ((0, "guess"), (1, "guess"))
 
 
 async def test_a_replayable_environment_repeats_its_calls_and_the_model_does_not_notice():
@@ -279,6 +284,7 @@ async def test_a_replayable_environment_repeats_its_calls_and_the_model_does_not
     assert (episode.status, episode.reward, len(model.read), code.resets) == (EpisodeStatus.DONE, 1.0, 3, 3)
     assert [each.answer.text for each in episode.calls] == ["higher", "higher", "right"]
     assert len(episode.failures) == 2
+    assert episode.until_failure == ((0, "guess"), (1, "guess"))
 
 
 async def test_a_snapshot_is_restored_in_place_of_a_replay():

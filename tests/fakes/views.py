@@ -274,7 +274,7 @@ def device(engine: EngineModel, *standby: Standby, between_usd: float = 0.0, **c
 
 
 def fleet(offer: Offer, weight_sync_s: float = 0.0, max_actors: int = 1024) -> FleetOptions:
-    return FleetOptions(offer.actor, offer.standby, max_actors, weight_sync_s, offer.between_usd)
+    return FleetOptions(offer.actor, offer.standby, max_actors, weight_sync_s, between_usd=offer.between_usd)
 
 
 def drained_s(engine: EngineModel, tokens: list[int], prompt: list[int], prompt_tokens: list[int]) -> float:
