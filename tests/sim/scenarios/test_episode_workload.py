@@ -13,7 +13,7 @@ from rlhfless.sim.scenarios.build import ScenarioLayout, setup
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.workloads.episodes import EpisodeShape
 
-AGENTS = SCENARIOS / "agents-7b-h100.yaml"
+AGENTS = SCENARIOS / "agents" / "agents-7b-h100.yaml"
 
 
 def test_turns_have_the_published_quantiles() -> None:
