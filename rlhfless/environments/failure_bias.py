@@ -29,6 +29,14 @@ from rlhfless.records.episodes import Episode
 FALSE_ALARMS = 0.001
 """Probability that a step raises an alarm though failures are random, over all kinds together (Bonferroni)."""
 
+KINDS = {
+    "tool": "the tool",
+    "turns": "how late in the episode the call is",
+    "siblings": "the rewards of the other samples of the prompt",
+    "outcome": "the reward of the episode",
+}
+"""What failures may depend on, by kind."""
+
 ROUNDING = 1e-9
 
 

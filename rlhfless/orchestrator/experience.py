@@ -22,7 +22,7 @@ from functools import reduce
 import numpy as np
 
 from rlhfless.algorithms.batch import in_batch_order
-from rlhfless.environments.failure_bias import biased, failure_p_values
+from rlhfless.environments.failure_bias import KINDS, biased, failure_p_values
 from rlhfless.orchestrator.group_pipeline import ScoredGroups
 from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.prepare.prompt_order import PromptOrder
@@ -162,9 +162,9 @@ def log_failures(experience: Experience, step: int) -> None:
     chances = failure_chances(experience)
     for kind in biased(chances):
         log.warning(
-            "step %d: failures of the environment depend on the %s of its calls (p = %.2g), so the samples that are "
-            "left are a selection, and what is learned from them is biased",
-            step, kind, chances[kind],
+            "step %d: failures of the environment depend on %s (p = %.2g), so the samples that are left are a "
+            "selection, and what is learned from them is biased",
+            step, KINDS[kind], chances[kind],
         )  # fmt: skip
 
 

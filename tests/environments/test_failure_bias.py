@@ -7,13 +7,16 @@ import math
 import random
 from collections import Counter
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.environments.failure_bias import FALSE_ALARMS, Counts, biased, exact_p, failure_p_values
-from rlhfless.records import Episode, EpisodeCall, EpisodeStatus
+from rlhfless.orchestrator.experience import log_failures
+from rlhfless.records import Episode, EpisodeCall, EpisodeStatus, Experience, Score
 
 RETRIES = 2
 
@@ -105,6 +108,27 @@ def test_failures_that_are_not_random_raise_one(kinds: set[str], fails) -> None:
     """Steps of 128 episodes; an alarm in at least 9 of 10."""
     raised = [biased(failure_p_values(drawn_step(seed, fails))) for seed in range(10)]
     assert sum(bool(kinds & set(found)) for found in raised) >= 9
+
+
+def test_a_step_with_such_failures_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def experience(fails) -> Experience:
+        """Groups that have what the alarm reads of them: episodes and scores."""
+        groups = [
+            SimpleNamespace(
+                samples=[
+                    SimpleNamespace(episode=episode, score=score, scored=score)
+                    for episode, reward in group
+                    for score in [Score(reward or 0.0, {}, {} if reward is not None else {"environment": "it is gone"})]
+                ]
+            )
+            for group in drawn_step(3, fails)
+        ]
+        return Experience(cast(Any, tuple(groups)))
+
+    log_failures(experience(lambda draw, *_: draw.random() < 0.3), 7)
+    assert "depend on" not in caplog.text
+    log_failures(experience(lambda draw, good, *_: good and draw.random() < 0.3), 7)
+    assert "step 7: failures of the environment depend on the reward of the episode (p = 2.6e-10)" in caplog.text
 
 
 def test_nothing_is_said_without_failures_or_calls() -> None:
