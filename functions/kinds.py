@@ -39,8 +39,8 @@ from rlhfless.scaling.memory import (
     with_scores,
 )
 from rlhfless.scaling.placement import CPU_KIND, ReplicaRequest, Site
-from rlhfless.spec import RunSpec
-from rlhfless.spec.base import count_of
+from rlhfless.spec import RunSpec, TeacherSpec
+from rlhfless.spec.base import Ranks, count_of
 
 # Engines: generation and prefill.
 
@@ -197,20 +197,26 @@ REWARD_MODEL = FunctionSpec(
     _reward_model_phases,
 )
 
-# The reference.
+# Frozen models that compute logprobs: the reference, and teachers.
 
 
 def _reference(spec: RunSpec) -> ReplicaRequest | None:
     if not spec.needs_reference or spec.learner_is_reference:
         return None
-    return ReplicaRequest(
-        FunctionName.REFERENCE, Site.LEARNER_SHARED, ranks=count_of(spec.reference.ranks), ranks_key="reference.ranks"
-    )
+    return _frozen_ranks(FunctionName.REFERENCE, spec.reference.ranks, "reference.ranks")
+
+
+def _frozen_ranks(name: str, ranks: Ranks, key: str) -> ReplicaRequest:
+    return ReplicaRequest(name, Site.LEARNER_SHARED, ranks=count_of(ranks), ranks_key=key)
 
 
 def _reference_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
-    ranks = count_of(terms.spec.reference.ranks)
-    return on_device([frozen_phase(terms, terms.shape, ranks)], terms.sheet.kind, ranks)
+    return _frozen_phases(terms, terms.shape, terms.spec.reference.ranks)
+
+
+def _frozen_phases(terms: MemoryTerms, shape: ModelShape, ranks: Ranks) -> tuple[MemoryPhase, ...]:
+    count = count_of(ranks)
+    return on_device([frozen_phase(terms, shape, count)], terms.sheet.kind, count)
 
 
 def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPhase:
@@ -238,6 +244,44 @@ REFERENCE = FunctionSpec(
     output="reference_logprobs",
     worker="rlhfless.functions.shares:FrozenPolicy",
 )
+
+
+def teacher_kinds(spec: RunSpec) -> tuple[FunctionSpec, ...]:
+    """Return the function of each teacher: a model like the reference, or on a CPU core the client of a server."""
+    return tuple(_teacher(index, teacher) for index, teacher in enumerate(spec.teachers))
+
+
+def _teacher(index: int, teacher: TeacherSpec) -> FunctionSpec:
+    name = teacher.function
+
+    def ranks_of(spec: RunSpec) -> Ranks:
+        return spec.teachers[index].ranks
+
+    if teacher.url is not None:
+        return FunctionSpec(
+            name,
+            FunctionRole.ANNOTATES,
+            "rlhfless.functions.remote_teacher:RemoteTeacher",
+            lambda _: ReplicaRequest(name, Site.CPU),
+            lambda spec: held(spec, "hold_reference"),
+            output=name,
+            computes=teacher.teaches,
+            settings=teacher,
+        )
+    return FunctionSpec(
+        name,
+        FunctionRole.ANNOTATES,
+        "rlhfless.functions.per_token:PerTokenFunction",
+        lambda spec: _frozen_ranks(name, ranks_of(spec), f"teachers.{index}.ranks"),
+        lambda spec: held(spec, "hold_reference"),
+        lambda terms: _frozen_phases(terms, terms.teachers.get(name, terms.shape), ranks_of(terms.spec)),
+        output=name,
+        computes=teacher.teaches,
+        worker="rlhfless.functions.shares:FrozenPolicy",
+        model=teacher.model_of,
+        settings=teacher,
+    )
+
 
 # Trained models: the critic, and the learner of the policy.
 

@@ -30,7 +30,7 @@ class PerTokenSettings(DistributedSettings):
     worker: str
     """Import path of a PerTokenWorker."""
     model: ModelSpec
-    """The policy's model."""
+    """The model to load: the policy's, unless the function's declaration names another."""
     dtype: DType
     micro_batch_tokens: int
     share_prefixes: bool
@@ -97,7 +97,7 @@ class PerTokenFunction(DistributedFunction):
         return PerTokenSettings(
             function=kind.name,
             worker=kind.worker,
-            model=launch.within_context(spec.model),
+            model=launch.within_context(kind.model(spec.model)),
             dtype=spec.learner.dtype,
             micro_batch_tokens=spec.learner.pass_tokens,
             share_prefixes=spec.learner.share_prefixes,

@@ -11,6 +11,7 @@ from typing import Any
 from rlhfless.orchestrator.ledger import Ledger, StepAttempt
 from rlhfless.orchestrator.step_metrics import TokenCounts, prompt_token_metrics
 from rlhfless.records import Experience, FunctionName, Invocation
+from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.sim.counted import CountedGroup
 from rlhfless.sim.setup import Setup
 
@@ -83,6 +84,10 @@ class CountedBatches:
     def added_up(self, groups: Sequence[Any], scored: Any) -> Sequence[Any]:  # noqa: ARG002
         """See Batches. Counted samples have no scores."""
         return groups
+
+    def read_by(self, kind: FunctionSpec, group: Any) -> Any:  # noqa: ARG002
+        """See Batches. Counted prompts have no sets, so that every function computes its output for all."""
+        return group
 
     def to_compute(self, groups: Sequence[Any]) -> Sequence[Any]:
         """See Batches."""

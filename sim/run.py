@@ -26,7 +26,7 @@ from rlhfless.orchestrator.start_run import stop_functions
 from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import Experience, FunctionName, StepRecord
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.function_specs import Bounds, declared
+from rlhfless.scaling.function_specs import Bounds, FunctionSpec, declared
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policy import Policy
@@ -357,9 +357,15 @@ def _pools(
         fewest = setup.fewest_actors if function == FunctionName.GENERATION else 0
         by_use = function == FunctionName.LEARNER and setup.learner.paid_around is not None
         bounds = Bounds(fewest, "simulated", idle=not by_use)
-        blueprint = Blueprint(declared()[function], object, _slot_among(slot_of), allocations, bounds)
+        blueprint = Blueprint(_kind_of(function), object, _slot_among(slot_of), allocations, bounds)
         pools[function] = ReplicaPool(cluster, devices, blueprint, call, spec.timeouts, ledger)
     return pools
+
+
+def _kind_of(function: str) -> FunctionSpec:
+    """Return the declaration of a function; teachers and users' own functions work like the reference."""
+    reference = declared()[FunctionName.REFERENCE]
+    return declared().get(function) or replace(reference, name=function, output=function)
 
 
 def _slot_among(slot_of: Mapping[int, int]) -> Callable[[Allocation], int]:

@@ -67,8 +67,12 @@ class LearnerRank(TrainingRank):
         return load_trained_policy(self._spec, self._training, device, self._mesh)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
-        """Compute old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*"""
-        return all_reduce_rows(self._policy, self._evaluate_share(batch))
+        """Compute old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*
+
+        Computed by group, as those of frozen models, so that equal weights have equal logprobs.
+        """
+        logprobs = logprob_outputs(self._policy, self._temperature)
+        return by_group(self._policy, batch, logprobs, self._training.pass_tokens)[0]
 
     def _evaluate_share(self, batch: PackedBatch) -> FloatArray:
         """Evaluate this rank's sequences; 0 on the tokens of other ranks."""
@@ -91,7 +95,8 @@ class LearnerRank(TrainingRank):
         if passes.updates == 1:
             batch = dataclasses.replace(batch, old_logprobs=None)
         elif batch.old_logprobs is None and passes.epochs > 1:
-            batch = dataclasses.replace(batch, old_logprobs=self.evaluate(batch))
+            share = self._evaluate_share(batch)
+            batch = dataclasses.replace(batch, old_logprobs=all_reduce_rows(self._policy, share))
         if batch.old_logprobs is not None:
             return self._updates(passes.over(batch), passes.planned_updates)
         parts = list(passes.over(batch))

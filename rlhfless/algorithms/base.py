@@ -31,6 +31,7 @@ BUILT_IN: Mapping[str, str] = {
     "cispo": "rlhfless.algorithms.group_based:CISPO",
     "sapo": "rlhfless.algorithms.group_based:SAPO",
     "ppo": "rlhfless.algorithms.ppo:PPO",
+    "distill": "rlhfless.algorithms.distill:Distill",
 }
 """Import paths of the built-in algorithms by the `type` of their settings."""
 

@@ -115,6 +115,10 @@ class PackedBatch:
     reference_logprobs: FloatArray | None = dataclasses.field(
         default=None, metadata=per_token(np.float32, lambda sample: sample.outputs.get("reference_logprobs"))
     )
+    teacher_logprobs: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
+    """Sum over each token's teachers of weight times logprob (rlhfless.algorithms.distill)."""
+    teacher_weight: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
+    """Sum of the weights of each token's teachers; 0 without one."""
     values: FloatArray | None = dataclasses.field(
         default=None, metadata=per_token(np.float32, lambda sample: sample.outputs.get("values"))
     )

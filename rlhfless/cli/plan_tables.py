@@ -184,6 +184,11 @@ def devices_lines(rows: Sequence[PlannedDevices]) -> RenderableType:
         cells += [f"{decimal(predicted.step_s, 2)} s", wall, f"{low} to {high}", money(predicted.cost_usd)]
         made.add_row(*cells, f"{money(predicted.cost_low_usd)} to {money(predicted.cost_high_usd)}")
         notes += [f"band: {predicted.band}"] if predicted.band else []
+        notes += [
+            f"{each.function} works {each.share:.0%} of the time, on the run's devices; a pool of its own, "
+            f"{each.devices} x {each.kind} for the whole run, would cost {money(each.pool_usd)}"
+            for each in row.teachers
+        ]
     return Group(made, *map(Prose, notes))
 
 

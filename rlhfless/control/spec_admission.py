@@ -72,7 +72,7 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
 
 
 async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
-    """Validate as `posted_spec` does, and check the addresses of HTTP rewards.
+    """Validate as `posted_spec` does, and check the addresses of HTTP rewards and teachers.
 
     The driver checks names that are not resolved in time, and checks every address again on connection.
     """
@@ -82,6 +82,7 @@ async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> Ru
     loop, hosts = asyncio.get_running_loop(), settings.http_hosts
     asked_of = [(index, reward) for index, reward in enumerate(spec.rewards) if isinstance(reward, EndpointPart)]
     urls = {f"rewards.{index}.url": reward.url for index, reward in asked_of}
+    urls |= {f"teachers.{index}.url": each.url for index, each in enumerate(spec.teachers) if each.url is not None}
     asked = {loop.run_in_executor(_RESOLVERS, refusal, url, hosts): place for place, url in urls.items()}
     if not asked:
         return spec
@@ -203,13 +204,17 @@ def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Ite
     for place, value in [
         *values_at(values, ["model", "trust_remote_code"]),
         *values_at(values, ["rewards", "*", "trust_remote_code"]),
+        *values_at(values, ["teachers", "*", "trust_remote_code"]),
     ]:
         if value and not settings.trust_remote_code:
             yield Problem(place, "this service runs no code that comes with a model", "leave it out")
     for place, value in values_at(values, ["generation", "engine", "extra"]):
         if value and not settings.engine_extra:
             yield Problem(place, f"{shown(value)}: this service passes no unchecked arguments to vLLM", "leave it out")
-    for place, value in values_at(values, ["rewards", "*", "token_env"]):
+    for place, value in [
+        *values_at(values, ["rewards", "*", "token_env"]),
+        *values_at(values, ["teachers", "*", "token_env"]),
+    ]:
         # A spec must not be able to send any other secret of the machine to a host of its choice.
         if value and not value.startswith(OWN_PREFIX):
             yield Problem(place, f"{value!r} may not be sent", f"name a variable that starts with {OWN_PREFIX}")

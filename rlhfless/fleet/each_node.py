@@ -101,7 +101,9 @@ class ModelNotThere(UserError):
 def hub_models(spec: RunSpec) -> tuple[str, ...]:
     """Return the models and tokenizers of a run that come from the hub rather than from a folder."""
     critic = {spec.critic_source.path} if spec.critic is not None else set()
-    named = {spec.model.path, spec.model.tokenizer, *(model.path for model in spec.reward_models), *critic}
+    teachers = {each.path for each in spec.teachers if not each.is_self}
+    rewards = {model.path for model in spec.reward_models}
+    named = {spec.model.path, spec.model.tokenizer, *rewards, *critic, *teachers}
     return tuple(sorted(name for name in named if name and not is_path(name)))
 
 

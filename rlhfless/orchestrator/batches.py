@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from rlhfless.orchestrator.group_pipeline import ScoredGroups
 from rlhfless.orchestrator.ledger import Ledger, StepAttempt
 from rlhfless.records import Experience, FloatArray, Group, Invocation, WeightVersion
+from rlhfless.scaling.function_specs import FunctionSpec
 
 Evaluate = Callable[[Any], Awaitable[FloatArray]]
 """Computes the old logprobs of a batch, `[tokens]`."""
@@ -49,6 +50,9 @@ class Batches(Protocol):
 
     def added_up(self, groups: Sequence[Group], scored: Sequence[ScoredGroups]) -> ScoredGroups:
         """Add up the scores of several functions per sample. Raises RewardError."""
+
+    def read_by(self, kind: FunctionSpec, group: Group) -> Group | None:
+        """Return the group as a function reads it; None if the function computes nothing for its prompt."""
 
     def to_compute(self, groups: Sequence[Group]) -> Any:
         """Return the batch of groups that a function computes per-token outputs of."""

@@ -205,7 +205,9 @@ def _total(sample: Sample, parts: Sequence[Score]) -> Score:
         return reduce(Score.plus, parts, sample.score)
     if parts:
         return reduce(Score.plus, parts)
-    status = "" if sample.episode is None else f" (the episode ended by: {sample.episode.status})"
+    if sample.episode is None:  # the algorithm needs no rewards, and the run has none
+        return Score(0.0, {})
+    status = f" (the episode ended by: {sample.episode.status})"
     return Score(0.0, {}, {ENVIRONMENT: f"it gave no reward{status}"})
 
 

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from rlhfless.records import Experience, FloatArray, Group, Score
 from rlhfless.util.tasks import gather_or_cancel
 
@@ -62,6 +64,11 @@ async def with_outputs(experience: Experience, outputs: Mapping[str, ComputeOutp
         values = await compute(groups)
         groups = tuple(group.adding(None, **{name: of}) for group, of in zip(groups, values, strict=True))
     return replace(experience, groups=groups)
+
+
+def zeros_of(group: Group) -> list[FloatArray]:
+    """Return the output for a group that a function does not compute."""
+    return [np.zeros(sample.model_tokens, np.float32) for sample in group.samples]
 
 
 class _Stage(Generic[T]):

@@ -16,7 +16,7 @@ from rlhfless.functions.calls import ANSWER_S, Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.batches import Batches, StepBatch
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.group_pipeline import ComputeOutput, ScoredGroups, ScoreGroups
+from rlhfless.orchestrator.group_pipeline import ComputeOutput, ScoredGroups, ScoreGroups, zeros_of
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.ledger import StepAttempt
 from rlhfless.orchestrator.prompt_selection import PromptHistory, select
@@ -239,13 +239,17 @@ class RLRun(BaseRun):
         key = self.batches.key
 
         def stage(pool: ReplicaPool) -> ComputeOutput:
+            kind = pool.kind
+            compute = partial(self.serve, pool, Work.LOGPROBS, "compute", call)
+
             async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
-                known = self._outputs.setdefault((call.step, pool.kind.output), {})
-                if new := [group for group in groups if key(group) not in known]:
-                    batch = self.batches.to_compute(new)
-                    values = await self.serve(pool, Work.LOGPROBS, "compute", call, batch)
-                    known.update(zip(map(key, new), self.batches.by_group(batch, values, new), strict=True))
-                return [known[key(group)] for group in groups]
+                known = self._outputs.setdefault((call.step, kind.output), {})
+                new = {key(group): self.batches.read_by(kind, group) for group in groups if key(group) not in known}
+                if read := [group for group in new.values() if group is not None]:
+                    batch = self.batches.to_compute(read)
+                    values = iter(self.batches.by_group(batch, await compute(batch), read))
+                    known.update({name: next(values) for name, group in new.items() if group is not None})
+                return [known[key(group)] if key(group) in known else zeros_of(group) for group in groups]
 
             return computed
 

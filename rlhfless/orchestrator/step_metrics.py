@@ -21,6 +21,9 @@ from rlhfless.scaling.accounting import Phase, StepTimes, length, union
 from rlhfless.spec import EvaluationSpec, RunSpec, ScoringSpec
 from rlhfless.util.clock import unix_s
 
+OF_REWARDS = frozenset({"reward_mean", "reward_std", "groups_without_signal"})
+"""Metrics that a run without rewards does not have."""
+
 
 def rollout_metrics(experience: Experience, kept: Experience, prompts: int) -> dict[str, float]:
     """Return the metrics of a step's rollouts. `kept`: the usable samples. `prompts`: the number of groups wanted."""
@@ -97,9 +100,10 @@ def step_metrics(
 
 
 def own_seconds(times: StepTimes) -> dict[str, float]:
-    """Return the seconds of optional functions: a critic, and a user's own per-token outputs."""
+    """Return the seconds of optional functions: teachers, a critic, and a user's own per-token outputs."""
     seconds = times.phases_s
-    return {f"{phase}_s": seconds[phase] for phase in (Phase.CRITIC, Phase.COLUMNS) if seconds[phase]}
+    optional = (Phase.TEACHER, Phase.CRITIC, Phase.COLUMNS)
+    return {f"{phase}_s": seconds[phase] for phase in optional if seconds[phase]}
 
 
 def stage_metrics(stage: GenerationStage) -> dict[str, float]:
@@ -208,7 +212,7 @@ def prompt_token_metrics(
 def evaluation_metrics(sampled: Experience, greedy: Experience, spec: RunSpec) -> dict[str, float]:
     """Return `reward_mean` over all held-out prompts, and `figures_of` each set, with names prefixed by `<set>/`."""
     sets = dict.fromkeys(group.prompt.source for group in sampled.groups)
-    return mean_reward(sampled, spec.scoring) | {
+    return (mean_reward(sampled, spec.scoring) if spec.scores_samples else {}) | {
         f"{name}/{figure}" if name else figure: value
         for name in sets
         for figure, value in figures_of(_of(sampled, name), _of(greedy, name), spec.evaluation).items()

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhfless.algorithms.base import BY_STALENESS, ActorCritic, Algorithm, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, by_sample, in_batch_order, leave_out, pack
+from rlhfless.algorithms.distill import distillation, teacher_metrics, with_teachers
 from rlhfless.algorithms.kl import adapt_kl, adaptive_kl, with_kl_coefficient
 from rlhfless.orchestrator.batches import Evaluate
 from rlhfless.orchestrator.experience import (
@@ -24,8 +25,9 @@ from rlhfless.orchestrator.experience import (
 from rlhfless.orchestrator.group_pipeline import ScoredGroups
 from rlhfless.orchestrator.ledger import Ledger, StepAttempt
 from rlhfless.orchestrator.prompt_selection import PromptHistory
-from rlhfless.orchestrator.step_metrics import TokenCounts, prompt_token_metrics, rollout_metrics
+from rlhfless.orchestrator.step_metrics import OF_REWARDS, TokenCounts, prompt_token_metrics, rollout_metrics
 from rlhfless.records import Experience, FinishReason, FloatArray, Group, Invocation, WeightVersion
+from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.spec import AlgorithmSpec, Needs, RunSpec
 
 
@@ -76,11 +78,13 @@ class TokenBatch:
     """Those that the step learns from."""
     staleness: Staleness | None
     spec: RunSpec
+    of_teachers: Mapping[str, float]
+    """Its metrics of teachers."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """See StepBatch: the staleness of its tokens."""
-        return self.staleness.metrics if self.staleness else {}
+        """See StepBatch: the staleness of its tokens, and its teachers."""
+        return {**(self.staleness.metrics if self.staleness else {}), **self.of_teachers}
 
     @property
     def response_tokens(self) -> list[float]:
@@ -89,7 +93,8 @@ class TokenBatch:
 
     def rollout_metrics(self, prompts: int) -> dict[str, float]:
         """See StepBatch."""
-        return rollout_metrics(self.experience, self.usable, prompts)
+        metrics = rollout_metrics(self.experience, self.usable, prompts)
+        return metrics if self.spec.scores_samples else {k: v for k, v in metrics.items() if k not in OF_REWARDS}
 
     def prompt_metrics(self, calls: Iterable[Invocation]) -> dict[str, float]:
         """See StepBatch."""
@@ -119,6 +124,10 @@ class TokenBatches:
         """See Batches."""
         return added_up(groups, scored, self._spec.scoring)
 
+    def read_by(self, kind: FunctionSpec, group: Group) -> Group | None:
+        """See Batches."""
+        return group.read_by(kind.name) if kind.computes(group.prompt.source) else None
+
     def to_compute(self, groups: Sequence[Group]) -> PackedBatch:
         """See Batches."""
         return pack(readable(groups))
@@ -137,18 +146,23 @@ class TokenBatches:
         whole = pack(chosen.groups)
         if needs.old_logprobs:  # otherwise the learner computes them at its first update
             whole = whole.with_columns(old_logprobs=await evaluate(whole))
+        metrics = {}
+        if needs.teachers:
+            sources = [group.prompt.source for group in in_batch_order(chosen.groups) for _ in group.samples]
+            metrics = teacher_metrics(whole, spec.teachers, sources)
+            whole = with_teachers(whole, spec.teachers, sources)
         whole = self.with_targets(begun.step, whole)
         staleness = staleness_of(experience, learner)
         if staleness and staleness.differs:
             behind = by_token(chosen.groups, learner)
             whole = replace(whole.with_columns(staleness=behind), oldest=max(staleness.most, 0))
         packed = learned_batch(whole, chosen, needs)
-        return TokenBatch(packed, whole, experience, usable, chosen, staleness, spec)
+        return TokenBatch(packed, whole, experience, usable, chosen, staleness, spec, metrics)
 
     def with_targets(self, step: int, batch: PackedBatch) -> PackedBatch:
         """Add the training targets of policy and critic: advantages and returns `[tokens]`."""
         algorithm = self._algorithm.at(step)
-        targets = {"advantages": algorithm.advantages(batch)}
+        targets = {"advantages": algorithm.advantages(batch) + distillation(self._spec.algorithm, batch)}
         if self._spec.algorithm.needs.values:
             targets["returns"] = cast(ActorCritic, algorithm).returns(batch)
         return batch.with_columns(**targets)

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlhfless.scaling.function_specs import MemoryTerms, kinds_of
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
 from rlhfless.scaling.latency.known_models import known_config
-from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Node, device_kind
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RewardModelSpec, RunSpec
@@ -115,7 +115,8 @@ def planned(
         return {}
     rewards = reward_shapes(spec)
     # The figure would be wrong if only some reward models have known sizes.
-    terms = MemoryTerms(spec, shape, device_of(kind), sequence_tokens, rewards, draft_shape(spec))
+    others = teacher_shapes(spec), draft_shape(spec)
+    terms = MemoryTerms(spec, shape, device_of(kind), sequence_tokens, rewards, *others)
     unknown = len(rewards) < len(spec.reward_models)
     return {
         each.name: {phase.name: phase.size_bytes for phase in each.phases(terms)}
@@ -145,10 +146,24 @@ def reward_shapes(spec: RunSpec) -> tuple[tuple[RewardModelSpec, ModelShape], ..
     shapes = []
     for part in spec.reward_models:
         try:
-            shapes.append((part, ModelShape.of_config(_config(part.path))))
+            shapes.append((part, ModelShape.of_config(text_config(part.path))))
         except (UnknownShape, ValueError, OSError) as error:
             log.info("the memory plan leaves out the reward model %r: %s", part.path, error)
     return tuple(shapes)
+
+
+def teacher_shapes(spec: RunSpec) -> Mapping[str, ModelShape]:
+    """Return the sizes of teachers by function. Others are counted with the policy's sizes."""
+    shapes = {}
+    for teacher in spec.teachers:
+        if teacher.path is None or teacher.is_self:
+            continue
+        try:
+            shape = ModelShape.of_config(text_config(teacher.path))
+            shapes[teacher.function] = replace(shape, weight_bytes=DTYPE_BYTES[spec.learner.dtype])
+        except (UnknownShape, ValueError, OSError) as error:
+            log.info("the memory plan counts the teacher %r with the policy's sizes: %s", teacher.path, error)
+    return shapes
 
 
 def draft_shape(spec: RunSpec) -> ModelShape | None:
@@ -160,13 +175,13 @@ def draft_shape(spec: RunSpec) -> ModelShape | None:
     if model is None:
         return None
     try:
-        return ModelShape.of_config(_config(model))
+        return ModelShape.of_config(text_config(model))
     except (UnknownShape, ValueError, OSError) as error:
         log.info("the memory plan leaves out the draft model %r: %s", model, error)
         return None
 
 
-def _config(model: str) -> Mapping[str, Any]:
+def text_config(model: str) -> Mapping[str, Any]:
     """Return the configuration of a model's text model. Raises ValueError and OSError."""
     config = model_config(model)
     return _mapping(config.get("text_config", config))
@@ -185,7 +200,7 @@ def model_config(model: str) -> Mapping[str, Any]:
 
 def shape_of(spec: RunSpec) -> tuple[ModelShape, Mapping[str, Any]]:
     try:
-        config = _config(spec.model.path)
+        config = text_config(spec.model.path)
         return ModelShape.of_config(config), config
     except (UnknownShape, ValueError, OSError) as error:
         what = f"the sizes of {spec.model.path!r} cannot be read: {error}"

@@ -11,11 +11,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhfless.functions.kinds import kv_tokens, learner_phases
-from rlhfless.scaling.function_specs import MemoryTerms, Rewards, kinds_of, place_run, replica_requests
+from rlhfless.scaling.function_specs import (
+    NO_TEACHERS,
+    MemoryTerms,
+    Rewards,
+    Teachers,
+    kinds_of,
+    place_run,
+    replica_requests,
+)
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
@@ -144,19 +152,20 @@ def memory_plan(
     sequence_tokens: int,
     host_bytes: int,
     rewards: Rewards = (),
+    teachers: Teachers = NO_TEACHERS,
     draft: ModelShape | None = None,
 ) -> MemoryPlan:
     """Return the plan of a run on `count` devices of a kind, plus those of its `placement.learner_kind`.
 
     Sequences have up to `sequence_tokens`. `host_bytes` is the memory of one machine; on CPU cores it is the devices'
-    own. `rewards` are the known sizes of reward models; `draft` those of a draft model. Raises PlacementError if there
-    are too few devices.
+    own. `rewards` and `teachers` are the known sizes of reward models and teachers; `draft` those of a draft model.
+    Raises PlacementError if there are too few devices.
     """
     of_learner = learner_sheet(spec, sheet)
     memory = {
         each.kind: host_bytes if each.kind == CPU_KIND else int(each.memory_bytes.value) for each in (sheet, of_learner)
     }
-    windows = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards, draft)
+    windows = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards, teachers, draft)
     beside = replace(windows, sheet=of_learner)
     engines = {wanted.function for wanted in replica_requests(spec) if wanted.site is Site.PER_REPLICA}
     kinds = {
@@ -189,7 +198,7 @@ def memory_plan(
     # All are loaded through the host. A frozen base waits there as well.
     waiting = {name: max(kept[name], weights[name]) if spec.placement.in_turns else weights[name] for name in weights}
     on_devices = sum(waiting[name] for name, part in spec.trained.items() if not part.offload)
-    loaded = on_devices + _frozen_bytes(spec, shape, rewards)
+    loaded = on_devices + _frozen_bytes(windows)
     held = offloaded + (0 if of_learner.kind == CPU_KIND else loaded)
     held += sum(plan.count * plan.size_bytes for plan in plans if plan.kind == CPU_KIND)
     return MemoryPlan(
@@ -271,11 +280,13 @@ def _nodes(kind: str, count: int, first: int = 0) -> list[Node]:
     return [Node(str(first + i), "", HOST_CORES, HOST_CORES, kind, size, size) for i, size in enumerate(sizes)]
 
 
-def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
-    """Return the host bytes needed to load reference and reward models, each in its own format."""
-    apart = spec.needs_reference and not spec.learner_is_reference
-    reference = DTYPE_BYTES[spec.learner.dtype] * shape.parameters if apart else 0
-    return reference + sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in rewards)
+def _frozen_bytes(terms: MemoryTerms) -> int:
+    """Return the host bytes needed to load reference, teachers and reward models, each in its own format."""
+    spec, number = terms.spec, DTYPE_BYTES[terms.spec.learner.dtype]
+    frozen = [terms.shape] * (spec.needs_reference and not spec.learner_is_reference)
+    frozen += [terms.teachers.get(each.function, terms.shape) for each in spec.teachers if each.path is not None]
+    rewards = sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in terms.rewards)
+    return rewards + number * sum(shape.parameters for shape in frozen)
 
 
 def _largest_micro_batch(terms: MemoryTerms, plans: Sequence[DevicePlan]) -> int:
@@ -328,6 +339,7 @@ class Question:
     host_bytes: int
     rewards: Rewards = ()
     """The reward models of known size."""
+    teachers: Teachers = field(default_factory=dict)
     draft: ModelShape | None = None
     """The sizes of a draft model."""
     given: RunSpec | None = None
@@ -364,6 +376,7 @@ class Question:
             self.sequence_tokens,
             self.host_bytes,
             self.rewards,
+            self.teachers,
             self.draft,
         )
 
@@ -376,15 +389,22 @@ def edited(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
 
 
 def _edited(model: Any, path: Sequence[str], value: Any) -> Any:
-    inner = value if len(path) == 1 else _edited(getattr(model, path[0]), path[1:], value)
-    return model.model_copy(update={path[0]: inner})
+    name = path[0]
+    of = model[int(name)] if isinstance(model, tuple) else getattr(model, name)
+    inner = value if len(path) == 1 else _edited(of, path[1:], value)
+    if isinstance(model, tuple):
+        return (*model[: int(name)], inner, *model[int(name) + 1 :])
+    return model.model_copy(update={name: inner})
 
 
 def is_set(spec: RunSpec, key: str) -> bool:
     """Return whether the user set a dotted key."""
     section: Any = spec
     for name in key.split("."):
-        if name not in section.model_fields_set:
+        if isinstance(section, tuple):
+            section = section[int(name)]
+        elif name not in section.model_fields_set:
             return False
-        section = getattr(section, name)
+        else:
+            section = getattr(section, name)
     return True

@@ -28,6 +28,19 @@ class PlannedCost(ApiObject):
     """What the bands cover."""
 
 
+class PlannedTeacher(ApiObject):
+    """A teacher of a planned run, beside a pool of devices that it would have for the whole run."""
+
+    function: str
+    kind: str
+    devices: int
+    """Devices of this kind that it holds while it works."""
+    share: float
+    """Fraction of the time in which it works."""
+    pool_usd: float
+    """Price of as many devices for the duration of the run."""
+
+
 class PlannedDevices(ApiObject):
     """The plan of a run on a number of devices of a kind."""
 
@@ -47,6 +60,8 @@ class PlannedDevices(ApiObject):
     """Why nothing is predicted although the run fits."""
     no_engine: str | None
     """Why no run can be started on these devices, although one can be planned for them."""
+    teachers: list[PlannedTeacher] = []
+    """The teachers on these devices; empty without a prediction."""
 
 
 class PlannedSchedule(ApiObject):

@@ -226,7 +226,7 @@ def _side(asked: Question, spec: RunSpec) -> int:
 
 
 def _with_others(asked: Question, spec: RunSpec) -> RunSpec | None:
-    """Resolve open ranks of critic, reference and reward models; return None if they do not fit.
+    """Resolve open ranks of critic, reference, teachers and reward models; return None if they do not fit.
 
     A critic learns while everything else waits, so it gets the most ranks that fit. The others get the ranks from
     `_with_frozen`, on the critic's devices or on those it leaves free.
@@ -347,5 +347,6 @@ def open_ranks(spec: RunSpec) -> tuple[str, ...]:
         **{f"{name}.ranks": part.ranks for name, part in spec.trained.items()},
         "reference.ranks": spec.reference.ranks,
         "scoring.reward_model_ranks": spec.scoring.reward_model_ranks,
+        **{f"teachers.{index}.ranks": each.ranks for index, each in enumerate(spec.teachers)},
     }
     return tuple(key for key, ranks in values.items() if ranks == "auto")

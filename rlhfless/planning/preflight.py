@@ -31,6 +31,7 @@ from rlhfless.prepare.model import PolicyModel, TokenizerInfo, attention_warning
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.prepare.prompts import PromptSets
 from rlhfless.prepare.rewards import reward_problems, reward_warnings, trial_calls
+from rlhfless.prepare.teachers import teacher_faults
 from rlhfless.records import Prompt
 from rlhfless.records.rollouts import Example
 from rlhfless.scaling.latency.devices import load_devices
@@ -137,6 +138,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     if policy:
         problems += [] if spec.supervised else _token_problems(spec, policy)
         problems += critic_problems(spec, policy)
+        problems += teacher_faults(spec, policy, prompts.train if prompts else ())
         problems += checkpoint_problems(spec, policy)
     if prompts:
         problems += _prompt_problems(spec, prompts)
@@ -332,7 +334,7 @@ def _best_problems(spec: RunSpec, held_out: Sequence[Prompt]) -> list[Problem]:
     written = {"loss", *(of_pairs if spec.type in ("dpo", "reward_model") else ())}
     known = {
         *(f"eval/{name}" for name in written if spec.supervised and held_out),
-        *(["eval/reward_mean"] if held_out and not spec.supervised else ()),
+        *(["eval/reward_mean"] if held_out and not spec.supervised and spec.scores_samples else ()),
         *(name for name, declared in METRICS.items() if declared.label is None and name not in of_pairs - written),
         *(f"reward/{label}" for label in labels),
         *(f"{each}{label}{figure}" for each in sets for label in labels for figure in figures),

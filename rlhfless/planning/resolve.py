@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from rlhfless.planning.inputs import DeviceCount, devices_of, draft_shape, host_memory_bytes, reward_shapes, shape_of
+from rlhfless.planning.inputs import (
+    DeviceCount,
+    devices_of,
+    draft_shape,
+    host_memory_bytes,
+    reward_shapes,
+    shape_of,
+    teacher_shapes,
+)
 from rlhfless.planning.memory_plan import MemoryPlan, Question, edited, is_set
 from rlhfless.planning.placement_search import (
     BATCH_TOKENS,
@@ -175,7 +183,7 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     wanted = sequence_tokens or PROMPT_TOKENS + (RESPONSE_TOKENS if spec.supervised else spec.generation.max_tokens)
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
-    others = reward_shapes(spec), draft_shape(spec)
+    others = reward_shapes(spec), teacher_shapes(spec), draft_shape(spec)
     given = resolve_for_kind(spec, kind, shape)
     asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, given)
     asked = replace(asked, spec=placed(asked))
@@ -280,6 +288,9 @@ def keep_resolved(spec: RunSpec, before: RunSpec) -> RunSpec:
         value = attrgetter(key)(spec)
         if value == "auto" or not is_set(spec, key):
             kept[key] = attrgetter(key)(before)
+    for index, (now, then) in enumerate(zip(spec.teachers, before.teachers, strict=False)):
+        if now.ranks == "auto":
+            kept[f"teachers.{index}.ranks"] = then.ranks
     if spec.placement.size_range is not None:
         kept["placement.devices"] = before.placement.devices
     return edited(spec, kept)

@@ -20,7 +20,7 @@ from rlhfless.planning.memory_plan import (
     is_set,
     more_ranks,
 )
-from rlhfless.planning.placement_search import FRACTION, TENSOR_PARALLEL, TURNS, may_take_turns, placed
+from rlhfless.planning.placement_search import FRACTION, TENSOR_PARALLEL, TURNS, may_take_turns, open_ranks, placed
 from rlhfless.scaling.function_specs import replica_requests
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site
@@ -110,7 +110,7 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
 
 
 def _of_ranks(asked: Question) -> Iterator[Edit]:
-    """Yield more ranks for the learner, the reference and reward models, if their numbers are set."""
+    """Yield more ranks for the learner, the reference, teachers and reward models, if their numbers are set."""
     spec, colocated = asked.spec, asked.spec.placement.mode == "colocated"
     if spec.learner.ranks != "auto":
         most = asked.count if colocated else asked.count - 1 if spec.placement.learner_kind is None else MOST_DEVICES
@@ -121,9 +121,8 @@ def _of_ranks(asked: Question) -> Iterator[Edit]:
                 values["placement.learner_devices"] = ranks
             yield Edit(text, values)
     side = asked.count if colocated else spec.placement.learner_devices
-    open_keys = {"reference.ranks": spec.reference.ranks, "scoring.reward_model_ranks": spec.scoring.reward_model_ranks}
     for wanted in replica_requests(spec):
-        if wanted.site is Site.LEARNER_SHARED and wanted.ranks_key and open_keys.get(wanted.ranks_key) != "auto":
+        if wanted.site is Site.LEARNER_SHARED and wanted.ranks_key and wanted.ranks_key not in open_ranks(spec):
             yield from (_edit(wanted.ranks_key, more) for more in more_ranks(side, wanted.ranks))
 
 

@@ -26,10 +26,12 @@ from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policies.contract import best_of
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, load_price_book
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.fleet import with_learner
 from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.spec import RunSpec
+from rlhfless.spec.base import count_of
 from rlhfless.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -138,6 +140,7 @@ class Planner:
             "costs_usd": {} if found is None else costs_usd(self.spec, asked.devices, found.cost.cost_usd),
             "reason": reason,
             "no_engine": asked.sheet.no_engine,
+            "teachers": [] if found is None else _teachers(asked, found),
         }
 
     def sizes(self, spec: RunSpec, kind: str, present: int) -> dict[str, Any] | None:
@@ -223,6 +226,23 @@ class Planner:
         """Return whether a run was recorded with the requested model and kinds of devices."""
         kinds = {holding.device_kind for holding in trace.holdings}
         return bool(trace.meta.spec["model"]["path"] == asked.spec.model.path) and kinds >= asked.devices.keys()
+
+
+def _teachers(asked: Question, found: Predicted) -> list[dict[str, Any]]:
+    """Return a PlannedTeacher for each teacher with devices of the run."""
+    price = load_price_book(asked.spec.scaling.prices).device(asked.learner_sheet.kind)
+    held = {each.function: count_of(each.ranks) for each in asked.spec.teachers if each.path is not None}
+    hours = found.cost.wall_s / SECONDS_PER_HOUR
+    return [
+        {
+            "function": function,
+            "kind": price.kind,
+            "devices": devices,
+            "share": found.shares.get(function, 0.0),
+            "pool_usd": devices * hours * price.usd_per_hour,
+        }
+        for function, devices in held.items()
+    ]
 
 
 def planned(question: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,12 +20,15 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.planning.inputs import text_config
 from rlhfless.planning.memory_plan import Question
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import Interval, length, union
 from rlhfless.scaling.engine_model import per_pass
+from rlhfless.scaling.latency.attention import UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import FrozenBase, learner_states_bytes, published_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import NO_HEARTBEATS_S, compare
@@ -34,7 +37,7 @@ from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations
-from rlhfless.spec import RunSpec, ScheduleSpec, SyncSpec
+from rlhfless.spec import RunSpec, ScheduleSpec, SyncSpec, TeacherSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
 
@@ -348,13 +351,30 @@ def _scenario(
     values |= {key: measured[key] for key in ("fleet", "heartbeat_s") if key in measured}
     if spec.learner.share_prefixes and "mfu" not in measured.get("learner", {}):  # else already included
         values["prefixes"] = {"levels": []}
+    if not spec.scores_samples:
+        values["scoring"] = None
     if spec.needs_reference and not spec.learner_is_reference:
         values["reference"] = {"devices": count_of(spec.reference.ranks)}
+    if taught := [each for each in spec.teachers if each.path is not None]:  # the time of a server is not known
+        values["teachers"] = [_teacher(each) for each in taught]
     if spec.critic is not None:
         values["critic"] = {"epochs": spec.epochs_of("critic"), "devices": spec.critic.world_size}
     if spec.scaling.generation.fixed:
         values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.most_actors}}]
     return Scenario.model_validate(values)
+
+
+def _teacher(teacher: TeacherSpec) -> dict[str, Any]:
+    """Return a teacher of a scenario, with the policy's sizes if its own cannot be read."""
+    values: dict[str, Any] = {"name": teacher.name, "devices": count_of(teacher.ranks)}
+    if teacher.path is None or teacher.is_self:
+        return values
+    try:
+        config = text_config(teacher.path)
+        ModelShape.of_config(config)
+    except (UnknownShape, ValueError, OSError):
+        return values  # the memory plan says so
+    return values | {"model": {"config": dict(config)}}
 
 
 def _schedule(spec: RunSpec) -> ScheduleSpec:

@@ -21,6 +21,7 @@ from rlhfless.prepare.faults import Faults
 from rlhfless.prepare.model import PolicyModel, load_policy
 from rlhfless.prepare.prompts import PromptSets, load_prompts
 from rlhfless.prepare.rewards import columns_read, unscorable
+from rlhfless.prepare.teachers import with_teacher_prompts
 from rlhfless.records import Prompt
 from rlhfless.records.fields import dotted_names, field_value, find_field
 from rlhfless.records.rollouts import Example
@@ -278,7 +279,7 @@ def load_sets(spec: RunSpec, policy: PolicyModel) -> PromptSets:
     """Load the run's prompts or examples, training and held out. Raises InputError with the problems of all rows."""
     if spec.supervised:
         return load_examples(spec, policy)
-    return load_prompts(
+    prompts = load_prompts(
         spec.data,
         policy.tokenizer,
         max_context_tokens=policy.context_tokens,
@@ -290,3 +291,4 @@ def load_sets(spec: RunSpec, policy: PolicyModel) -> PromptSets:
         end_token_ids=policy.end_token_ids,
         whole_rows=spec.environment is not None,
     )
+    return with_teacher_prompts(spec, policy, prompts)

@@ -109,6 +109,9 @@ def _model_paths(spec: RunSpec) -> Iterator[tuple[str, str]]:
             yield f"rewards.{i}.path", part.path
     if spec.critic is not None and spec.critic_source.path != spec.model.path:
         yield "critic.model", spec.critic_source.path
+    for i, teacher in enumerate(spec.teachers):
+        if teacher.path is not None and not teacher.is_self:
+            yield f"teachers.{i}.path", teacher.path
     drafter = getattr(spec.generation.speculation, "model", None)
     if drafter is not None:
         yield "generation.speculation.model", drafter

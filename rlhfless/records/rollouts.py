@@ -44,6 +44,8 @@ class Prompt:
     """The row's other columns, for rewards."""
     source: str = ""
     """The name of its data set, if any."""
+    read_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
+    """Token ids that a function reads instead of `token_ids`, by function: the prompts of some teachers."""
     where: str = field(default="", compare=False, kw_only=True)
     """The row in its file, for messages: `train.jsonl:12`."""
 
@@ -293,6 +295,16 @@ class Group:
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
         return tuple(rollout for sample in self.samples for rollout in sample.rollouts)
+
+    def read_by(self, function: str) -> Group:
+        """Return the group with the prompt that a function reads; unchanged if that is the policy's."""
+        tokens = self.prompt.read_by.get(function)
+        if tokens is None:
+            return self
+        prompt = GivenSegment(Source.PROMPT, np.asarray(tokens, np.int64))
+        return replace(
+            self, samples=tuple(replace(each, segments=(prompt, *each.segments[1:])) for each in self.samples)
+        )
 
     def adding(self, score: Sequence[Score] | None = None, **outputs: Sequence[FloatArray]) -> Group:
         """Return the group with scores and per-token outputs added: one value per sample, in order."""

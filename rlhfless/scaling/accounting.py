@@ -33,6 +33,7 @@ from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, Acquired, Billing, PriceBook, RentalTerms, started
 from rlhfless.spec import LimitsSpec
+from rlhfless.spec.teachers import FUNCTION_PREFIX
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 """Quantiles of the response length: the median, and the tail that determines how long a step takes."""
@@ -260,6 +261,8 @@ class Phase(StrEnum):
     HELD_OUT = "held_out"
     SCORING = "scoring"
     REFERENCE = "reference"
+    TEACHER = "teacher"
+    """Logprobs of teachers."""
     CRITIC = "critic"
     """The critic's values and its updates."""
     COLUMNS = "columns"
@@ -307,6 +310,8 @@ def phase_of(call: Invocation) -> Phase:
 
 
 def column_phase(function: str) -> Phase:
+    if function.startswith(FUNCTION_PREFIX):
+        return Phase.TEACHER
     return _COLUMN_PHASES.get(function, Phase.COLUMNS)
 
 

@@ -9,7 +9,7 @@ docs/extending.md). A declaration imports neither Ray nor torch: its deployment 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import MemoryPhase
 from rlhfless.scaling.placement import Node, Placement, ReplicaRequest, place
-from rlhfless.spec import RewardModelSpec, RunSpec
+from rlhfless.spec import ModelSpec, RewardModelSpec, RunSpec
 from rlhfless.spec.extension import make
 from rlhfless.spec.imports import load_target
 
@@ -29,8 +29,16 @@ BUILT_IN_FUNCTIONS = tuple(
 )
 """The built-in functions, in the order in which they are placed, shown, and updated."""
 
+TEACHERS = "rlhfless.functions.kinds:teacher_kinds"
+"""Makes the functions of a run's teachers, one for each."""
+
 Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
 """The reward models of a run whose sizes are known."""
+
+Teachers = Mapping[str, ModelShape]
+"""The sizes of a run's teachers, by function. Teachers without known sizes are counted with the policy's."""
+
+NO_TEACHERS: Teachers = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class MemoryTerms:
     sequence_tokens: int
     """Length of the longest sequence."""
     rewards: Rewards = ()
+    teachers: Teachers = field(default_factory=dict)
     draft: ModelShape | None = None
     """Sizes of the engines' draft model or head, if they have one and its sizes are known."""
 
@@ -99,11 +108,15 @@ class FunctionSpec:
     step's update."""
     output_in: Callable[[RunSpec], str] | None = None
     """Returns the output in a run, if it depends on the run."""
+    computes: Callable[[str], bool] = lambda source: True  # noqa: ARG005
+    """Whether it computes its output for the prompts of a set; the output of others is 0."""
     publishes: bool = False
     """Whether the engines load the weights that it learns. Exactly one function with the role UPDATES does, and it
     is updated after the others."""
     worker: str = ""
     """Import path of the class that computes the per-token output (rlhfless.functions.per_token)."""
+    model: Callable[[ModelSpec], ModelSpec] = lambda policy: policy
+    """Returns the model that the worker loads, given the run's."""
     settings: Any = None
     """Spec section of a user-defined function."""
 
@@ -116,9 +129,10 @@ def declared() -> Mapping[str, FunctionSpec]:
 
 
 def kinds_of(spec: RunSpec) -> tuple[FunctionSpec, ...]:
-    """Return the functions of a run: the built-in ones that it needs, then user-defined ones."""
+    """Return the functions of a run: the built-in ones that it needs, its teachers, then user-defined ones."""
+    teachers: tuple[FunctionSpec, ...] = load_target(TEACHERS)(spec)
     own: list[FunctionSpec] = [make(settings, {}).kind(name) for name, settings in spec.functions.items()]
-    kinds = (kind for kind in (*declared().values(), *own) if kind.wanted(spec) is not None)
+    kinds = (kind for kind in (*declared().values(), *teachers, *own) if kind.wanted(spec) is not None)
     return tuple(kind if kind.output_in is None else replace(kind, output=kind.output_in(spec)) for kind in kinds)
 
 

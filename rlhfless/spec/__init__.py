@@ -6,6 +6,8 @@ from rlhfless.spec.algorithm import (
     ClippedLossSpec,
     ComparedSpec,
     DAPOSpec,
+    DistillSpec,
+    DistillTermSpec,
     DrGRPOSpec,
     GroupRelativeSpec,
     GRPOSpec,
@@ -96,3 +98,4 @@ from rlhfless.spec.rewards import (
     RewardSpec,
 )
 from rlhfless.spec.run import RunSpec
+from rlhfless.spec.teachers import TeacherSpec

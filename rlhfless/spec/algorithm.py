@@ -34,6 +34,12 @@ class Needs:
     """Whether advantages need old logprobs. The learner computes them before the first update, which adds a forward
     pass to a step with a single update."""
 
+    teachers: bool = False
+    """Logprobs of `teachers`, as the columns `teacher_logprobs` and `teacher_weight` of the batch."""
+
+    rewards: bool = True
+    """Whether the spec must have rewards or an environment that gives one. If False, they may be left out."""
+
     values: bool = False
     """Values from a critic."""
 
@@ -120,6 +126,31 @@ class RewardKLSpec(KLSpec):
         return self
 
 
+class DistillTermSpec(SpecModel):
+    """On-policy distillation from `teachers` (https://thinkingmachines.ai/blog/on-policy-distillation): adds to the
+    advantage of each generated token the sum over its teachers of weight * (teacher's logprob - student's logprob), a
+    sample of the negative reverse KL divergence. See docs/distillation.md."""
+
+    coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Factor of the sum. 0: off."""
+
+    student: Literal["old", "rollout"] = "old"
+    """Source of the student's logprobs. `old`: the learner before the first update, which computes them like a teacher,
+    so that equal models have exactly the same; adds a forward pass to a step with a single update. `rollout`: the
+    engine, at no cost."""
+
+    @property
+    def on(self) -> bool:
+        return self.coefficient > 0
+
+
+class DistillAloneSpec(DistillTermSpec):
+    """The term of `distill`, whose only advantage it is. See docs/distillation.md."""
+
+    coefficient: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of the sum."""
+
+
 class ImportanceSpec(SpecModel):
     """Importance weights of the learner's policy relative to the engine's, which generated the tokens with different
     kernels or older weights. The defaults are truncated importance sampling per token
@@ -187,11 +218,15 @@ class PolicyLossSpec(SpecModel):
 
     kl: KLSpec = KLSpec()
 
+    distill: DistillTermSpec = DistillTermSpec()
+    """On-policy distillation from `teachers`, added to the advantage."""
+
     @property
     def needs(self) -> Needs:
         return Needs(
             reference=self.kl.on,
-            old_logprobs=self.kl.in_reward,
+            old_logprobs=self.kl.in_reward or (self.distill.on and self.distill.student == "old"),
+            teachers=self.distill.on,
             entropy_gradient=self.entropy_bonus > 0,
             samples_per_prompt=2,
             whole_responses=self.mask_truncated,
@@ -390,6 +425,26 @@ class PPOSpec(ClippedLossSpec):
         return replace(super().needs, values=True, samples_per_prompt=1)
 
 
+class DistillSpec(ClippedLossSpec):
+    """On-policy distillation alone: the advantage is the term of `distill`, whatever the rewards, which are optional
+    and only measured. The loss is PPO's, which in a step's first update has REINFORCE's gradient."""
+
+    type: Literal["distill"] = "distill"
+
+    distill: DistillAloneSpec = DistillAloneSpec()
+    """On-policy distillation from `teachers`, the only advantage."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, rewards=False, samples_per_prompt=1)
+
+    @model_validator(mode="after")
+    def _has_no_reward(self) -> DistillSpec:
+        if self.kl.in_reward:
+            raise ValueError("kl.where is reward, but distill learns from no reward; set kl.where to loss")
+        return self
+
+
 class OwnAlgorithmSpec(PluginSpec):
     """Base class for the settings of your own algorithm; see docs/extending.md."""
 
@@ -410,6 +465,7 @@ AlgorithmSpec = Annotated[
     | CISPOSpec
     | SAPOSpec
     | PPOSpec
+    | DistillSpec
     | OwnAlgorithmSpec,
     PluginField(
         "algorithm",
@@ -423,6 +479,7 @@ AlgorithmSpec = Annotated[
             CISPOSpec,
             SAPOSpec,
             PPOSpec,
+            DistillSpec,
         ),
         methods=("advantages", "loss"),
         settings=OwnAlgorithmSpec,

@@ -311,8 +311,8 @@ class ScalingSpec(SpecModel):
     """Whether the scoring replica stays warm between uses. `always`: it does. `never`: it is released. `auto`: the
     policy decides."""
     hold_reference: Hold = "auto"
-    """Whether the reference replica stays warm between uses. `always`: it does. `never`: it is released. `auto`: the
-    policy decides."""
+    """Whether the replicas of the reference and of teachers stay warm between uses. `always`: they do. `never`: they
+    are released. `auto`: the policy decides."""
 
     prices: FilePath | None = None
     """Price book (YAML). `null`: the bundled one."""

@@ -40,6 +40,7 @@ from rlhfless.spec.learner import (
     TrainingSpec,
 )
 from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
+from rlhfless.spec.teachers import MOST_TEACHERS, TeacherSpec
 
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -119,13 +120,19 @@ class RunKeys(SpecModel):
     environment: EnvironmentSpec | None = None
     """What answers the model between its turns. `null`: a sample is one response to its prompt."""
 
+    algorithm: AlgorithmSpec = GRPOSpec()
+    """RL algorithm: a name, `{type: ...}` with its own keys, or your own class (docs/extending.md)."""
+
     rewards: Annotated[tuple[RewardSpec, ...], Field(max_length=64)] = ()
-    """Rewards for type `rlhf`, which needs at least one, unless its environment gives a reward."""
+    """Rewards for type `rlhf`, which needs at least one, unless its environment gives a reward, or its algorithm is
+    `distill`."""
 
     dpo: DPOSpec = DPOSpec()
     scoring: ScoringSpec = ScoringSpec()
-    algorithm: AlgorithmSpec = GRPOSpec()
-    """RL algorithm: a name, `{type: ...}` with its own keys, or your own class (docs/extending.md)."""
+
+    teachers: Annotated[tuple[TeacherSpec, ...], Field(max_length=MOST_TEACHERS)] = ()
+    """Teachers of `algorithm.distill`. Several may teach the same prompts; each adds its part to the advantage."""
+
     generation: GenerationSpec = GenerationSpec()
 
     steps: Annotated[int, Field(ge=1)] = 100
@@ -209,6 +216,11 @@ class RunKeys(SpecModel):
     def learner_is_reference(self) -> bool:
         """Whether the learner computes the reference logprobs, by leaving out the adapters that it trains."""
         return self.needs_reference and self.model.lora is not None
+
+    @property
+    def scores_samples(self) -> bool:
+        """Whether its samples get a reward, from `rewards` or an environment."""
+        return bool(self.rewards) or self.environment is not None
 
     @property
     def sequences_per_prompt(self) -> int:

@@ -27,6 +27,7 @@ from rlhfless.spec.generation import EngineSpec
 from rlhfless.spec.imports import search_in
 from rlhfless.spec.rewards import PythonRewardSpec
 from rlhfless.spec.run import RunSpec
+from rlhfless.spec.teachers import MAY_DIFFER_OF_A_TEACHER, MOST_TEACHERS
 from rlhfless.util.text import storable
 
 _RENAME = "rename the file or folder, or write the character in full"
@@ -297,6 +298,7 @@ MAY_DIFFER = (
     "scoring.reward_model_ranks",
     "scoring.timeout_s",
     "scoring.workers",
+    *(f"teachers.{index}.{key}" for index in range(MOST_TEACHERS) for key in MAY_DIFFER_OF_A_TEACHER),
     "timeouts",
     "weights",
 )

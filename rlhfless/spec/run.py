@@ -29,6 +29,7 @@ from rlhfless.spec.imports import load_target
 from rlhfless.spec.keys import RunKeys
 from rlhfless.spec.learner import FROM_REWARD_MODEL
 from rlhfless.spec.removed import NAMES, REMOVED
+from rlhfless.spec.teachers import FUNCTION_PREFIX, teacher_problems
 
 _OF_RLHF = (
     "prompts",
@@ -36,6 +37,7 @@ _OF_RLHF = (
     "environment",
     "scoring",
     "algorithm",
+    "teachers",
     "generation",
     "samples_per_prompt",
     "schedule",
@@ -112,6 +114,11 @@ def without_absent(values: dict[str, Any], run_type: RunType) -> dict[str, Any]:
     return left
 
 
+def _is_scored(values: Mapping[str, Any]) -> bool:
+    """Return whether a spec with these sections has a reward."""
+    return bool(values.get("rewards")) or values.get("environment") is not None
+
+
 OPTIMIZER_KEYS = MappingProxyType({"learner": "optimizer", "critic": "critic.optimizer"})
 """Spec keys of the sections in `RunSpec.optimizers`, by function."""
 
@@ -137,6 +144,30 @@ def _check_algorithm(spec: RunKeys) -> None:
         raise ValueError(f"{name} needs the values of a critic; add `critic: {{}}`, or keys of that section")
     if spec.critic is not None and not needs.values:
         raise ValueError(f"{name} uses no values, so the critic would learn for nothing; leave `critic` out")
+
+
+def _check_teachers(spec: RunKeys) -> None:
+    if spec.supervised:
+        return
+    needs, name = spec.algorithm.needs, spec.algorithm.type
+    if needs.teachers and not spec.teachers:
+        raise ValueError(
+            f"{name} learns from `teachers`, and there are none; add `teachers: [{{name: ..., path: ...}}]`"
+            + ("" if name == "distill" else ", or set algorithm.distill.coefficient to 0")
+        )
+    if spec.teachers and not needs.teachers:
+        raise ValueError(
+            f"teachers is given, but {name} does not learn from them; set algorithm.distill.coefficient, or "
+            "algorithm.type to distill"
+        )
+    for problem in teacher_problems(spec.teachers, [*spec.data.weights], spec.generation.temperature):
+        raise ValueError(problem)
+    read = next((each for each in spec.teachers if each.prompt_field), None)
+    if read is not None and spec.environment is not None:
+        raise ValueError(
+            f"teachers has prompt_field {read.prompt_field!r} for {read.name!r}, but the run has an environment, which "
+            "opens its episodes itself; leave prompt_field out"
+        )
 
 
 def _check_critic(spec: RunKeys) -> None:
@@ -335,7 +366,7 @@ def _check_sets(spec: RunKeys) -> None:
         if unknown := sorted({*(part.sets or ())} - sets):
             hint = nearest(unknown[0], sets) or "name sets of prompts.mixture or evaluation.sets, or leave it out"
             raise ValueError(f"rewards.{index}.sets has {unknown[0]!r}, which no set is called; {hint}")
-    if spec.environment is not None:
+    if spec.environment is not None or not (spec.rewards or spec.algorithm.needs.rewards):
         return
     for name in sorted(sets) if spec.data.mixed else ["", *sorted(sets)]:
         if not any(part.scores(name) for part in spec.rewards):
@@ -352,6 +383,7 @@ def _check_reward_names(spec: RunKeys) -> None:
 
 _CHECKS = (
     _check_algorithm,
+    _check_teachers,
     _check_critic,
     _check_rates,
     _check_sizes,
@@ -383,8 +415,10 @@ class RunSpec(RunKeys):
     @classmethod
     def _has_its_data(cls, value: Any, info: ValidationInfo) -> Any:
         needed = {*cls._needed(info.data["type"])} if "type" in info.data else set()
-        if info.field_name == "rewards" and info.data.get("environment") is not None:
-            return value
+        if info.field_name == "rewards":
+            algorithm = info.data.get("algorithm")
+            if info.data.get("environment") is not None or algorithm is None or not algorithm.needs.rewards:
+                return value
         if info.field_name in needed and not value:
             raise PydanticCustomError("missing", "Field required")
         return value
@@ -397,6 +431,7 @@ class RunSpec(RunKeys):
         if data is None or evaluation is None:
             return checkpoint  # one of them is refused
         held_out = data.held_out is not None or bool(evaluation.sets)
+        held_out = held_out and (run_type != "rlhf" or _is_scored(info.data))
         best = checkpoint.best.resolved(supervised=run_type != "rlhf", held_out=held_out)
         return checkpoint.model_copy(update={"best": best})
 
@@ -424,7 +459,8 @@ class RunSpec(RunKeys):
     def _own_names_are_free(cls, functions: dict[str, PluginSpec]) -> dict[str, PluginSpec]:
         # Built-in functions have the names of their sections, except `reward_model` (started by rewards) and `prefill`
         # (a section of `scaling`).
-        if taken := sorted({*functions} & {*cls.model_fields, "reward_model", "prefill"}):
+        taken = sorted({*functions} & {*cls.model_fields, "reward_model", "prefill"})
+        if taken := taken + sorted(name for name in functions if name.startswith(FUNCTION_PREFIX)):
             raise ValueError(f"{taken[0]!r} is taken by the runtime; give your function another name")
         return functions
 

@@ -11,7 +11,16 @@ from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import Phase, clip, cold_starts, length, step_times, union
 from rlhfless.scaling.placement import CPU_KIND
 
-STAGES = (Phase.GENERATION, Phase.SCORING, Phase.REFERENCE, Phase.CRITIC, Phase.COLUMNS, Phase.LEARN, Phase.SYNC)
+STAGES = (
+    Phase.GENERATION,
+    Phase.SCORING,
+    Phase.REFERENCE,
+    Phase.TEACHER,
+    Phase.CRITIC,
+    Phase.COLUMNS,
+    Phase.LEARN,
+    Phase.SYNC,
+)
 """The simulated stages of a step."""
 
 NOT_SIMULATED = frozenset({Work.HELD_OUT, Work.CHECKPOINT, Work.RESTORE})

@@ -62,7 +62,8 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         return ServiceShape(slot_setup, function, work, line.fixed_s, line.token_s, *update)
 
     services = []
-    if fleet.lives(FunctionName.SCORING) or not fleet.lives(FunctionName.ENVIRONMENT):  # a run must have one of them
+    rewarded = bool(trace.meta.spec.get("rewards", True))
+    if fleet.lives(FunctionName.SCORING) or (rewarded and not fleet.lives(FunctionName.ENVIRONMENT)):
         services.append(service(FunctionName.SCORING, Work.SCORE, LineFit(fixed_s=latency.group_s)))
     if fleet.lives(FunctionName.ENVIRONMENT):
         services.append(service(FunctionName.ENVIRONMENT, None, LineFit(fixed_s=0.0)))

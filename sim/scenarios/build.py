@@ -12,6 +12,7 @@ from rlhfless.prefixes.packing import ON_CPUS, Packing
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.latency.roofline import start_s
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import (
     SECONDS_PER_HOUR,
@@ -29,12 +30,13 @@ from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import (
     CriticTimingSpec,
     EpisodesWorkload,
-    ReferenceTimingSpec,
     ScenarioPlacementSpec,
+    ScoringTimingSpec,
 )
 from rlhfless.sim.setup import ActorShape, LearnerShape, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.learner import evaluated_share
+from rlhfless.spec.teachers import FUNCTION_PREFIX
 
 
 def price_book(scenario: Scenario) -> PriceBook:
@@ -140,28 +142,37 @@ class ScenarioLayout:
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
-        """Return the slots of scoring, and of the reference, the critic and the environment if there are any."""
+        """Return the slots of scoring, reference, teachers, critic and environment, as far as there are any."""
         scoring = self._scenario.scoring
-        cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
-        up_s = timing.start_s(self._scenario, self._measured, FunctionName.SCORING, scoring.start_s)
-        slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], up_s, beside=True)
-        group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
-        shapes = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
+        shapes = [] if scoring is None else [self._scoring(scoring)]
         if self._scenario.reference is not None:
-            shapes.append(self._reference(self._scenario.reference))
+            shapes.append(self._frozen(FunctionName.REFERENCE, self._scenario.reference.devices))
+        for teacher in self._scenario.teachers:
+            sizes = None if teacher.model is None else teacher.model.shape
+            shapes.append(self._frozen(f"{FUNCTION_PREFIX}{teacher.name}", teacher.devices, sizes))
         if self._scenario.critic is not None:
             shapes.append(self._critic(self._scenario.critic))
         if isinstance(workload := self._scenario.workload, EpisodesWorkload):
             sessions = tuple(Device(f"session-{i}", CPU_KIND, i) for i in range(workload.sessions))
-            slot_setup = SlotSetup(Allocation.of(sessions), self._first.devices[0][0], scoring.start_s, beside=True)
+            up_s = (scoring or ScoringTimingSpec()).start_s
+            slot_setup = SlotSetup(Allocation.of(sessions), self._first.devices[0][0], up_s, beside=True)
             shapes.append(ServiceShape(slot_setup, FunctionName.ENVIRONMENT, None, 0.0, 0.0))
         return tuple(shapes)
 
-    def _reference(self, reference: ReferenceTimingSpec) -> ServiceShape:
-        scenario, kind, side = self._scenario, self._scenario.cluster.machines[0].kind, self._side(reference.devices)
-        slot_setup = self._slot(FunctionName.REFERENCE, self._first.devices[-1][0], side)
-        token_s = timing.forward_token_s(scenario, kind, len(side))
-        return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
+    def _scoring(self, scoring: ScoringTimingSpec) -> ServiceShape:
+        cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
+        up_s = timing.start_s(self._scenario, self._measured, FunctionName.SCORING, scoring.start_s)
+        slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], up_s, beside=True)
+        group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
+        return ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)
+
+    def _frozen(self, function: str, devices: int | None, sizes: ModelShape | None = None) -> ServiceShape:
+        """Return a frozen model that computes logprobs. `sizes`: its own; None: the policy's."""
+        scenario, kind, side = self._scenario, self._scenario.cluster.machines[0].kind, self._side(devices)
+        sizes = sizes or scenario.model.shape
+        slot_setup = self._slot(function, self._first.devices[-1][0], side, sizes)
+        token_s = timing.forward_token_s(scenario, kind, len(side), sizes)
+        return ServiceShape(slot_setup, function, Work.LOGPROBS, 0.0, token_s)
 
     def _critic(self, critic: CriticTimingSpec) -> ServiceShape:
         scenario, kind, side = self._scenario, self._scenario.cluster.machines[0].kind, self._side(critic.devices)
@@ -180,11 +191,14 @@ class ScenarioLayout:
         """Return the last `count` devices of the learner's side; None: all of them."""
         return tuple(self.learner_side[-(count or len(self.learner_side)) :])
 
-    def _slot(self, function: str, node: str, side: tuple[Device, ...]) -> SlotSetup:
-        """Return the slot of a function on the learner's side, whose state moves to host memory and back."""
+    def _slot(self, function: str, node: str, side: tuple[Device, ...], frozen: ModelShape | None = None) -> SlotSetup:
+        """Return the slot of a function on the learner's side, whose state moves to host memory and back.
+
+        `frozen`: the sizes of a model that is not trained.
+        """
         scenario, kind = self._scenario, side[0].kind
-        up_s = timing.start_s(scenario, self._measured, function, start_s(scenario.model.shape))
-        turns = timing.turns_of(scenario, self._measured, function, kind, len(side))
+        up_s = timing.start_s(scenario, self._measured, function, start_s(frozen or scenario.model.shape))
+        turns = timing.turns_of(scenario, self._measured, function, kind, len(side), frozen)
         return SlotSetup(Allocation.of(side), node, up_s, turns.sleep_s, turns.wake_s)
 
     def transport(self, *, fixed: bool) -> Transport:

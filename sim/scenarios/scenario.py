@@ -27,6 +27,7 @@ from rlhfless.sim.scenarios.work import (
     ReferenceTimingSpec,
     ScenarioPlacementSpec,
     ScoringTimingSpec,
+    TeacherTimingSpec,
     WorkloadSpec,
 )
 from rlhfless.spec.base import SpecModel
@@ -177,8 +178,14 @@ class Scenario(SpecModel):
     """Source of the times replicas take to start, sleep, wake and load weights."""
 
     learner: LearnerTimingSpec = LearnerTimingSpec()
-    scoring: ScoringTimingSpec = ScoringTimingSpec()
+    scoring: ScoringTimingSpec | None = ScoringTimingSpec()
+    """Scoring on CPU cores, with the samples of a group in parallel. `null`: none, as in runs without rewards."""
+
     reference: ReferenceTimingSpec | None = None
+
+    teachers: tuple[TeacherTimingSpec, ...] = ()
+    """Teachers, which compute logprobs like the reference."""
+
     critic: CriticTimingSpec | None = None
 
     heartbeat_s: Positive = 0.5

@@ -194,17 +194,21 @@ def passes_s(scenario: Scenario, kind: str, evaluated: float) -> float:
     """Return the seconds of a step's passes that do not depend on its tokens.
 
     They are the learner's passes over `evaluated` batches for old logprobs and over its epochs, and the reference's
-    pass.
+    and the teachers' passes.
     """
     learner = scenario.learner
     operations = learner.epochs * learn_operations(learner.gradient_checkpointing, learner.adapters)
     operations += FORWARD_OPERATIONS * (evaluated + (scenario.reference is not None))
-    return operations * pass_operation_s(scenario.model.shape, scenario.cluster.sheet(kind), learner)
+    sheet = scenario.cluster.sheet(kind)
+    teachers = (scenario.model.shape if each.model is None else each.model.shape for each in scenario.teachers)
+    taught_s = sum(FORWARD_OPERATIONS * pass_operation_s(shape, sheet, learner) for shape in teachers)
+    return operations * pass_operation_s(scenario.model.shape, sheet, learner) + taught_s
 
 
-def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Return the seconds per token of a forward pass alone."""
-    return FORWARD_OPERATIONS * _token_s(scenario, kind, devices)
+def forward_token_s(scenario: Scenario, kind: str, devices: int, shape: ModelShape | None = None) -> float:
+    """Return the seconds per token of a forward pass alone, of the policy or a model with sizes of its own."""
+    sizes = shape or scenario.model.shape
+    return FORWARD_OPERATIONS * operation_s(sizes, scenario.cluster.sheet(kind), devices, scenario.learner)
 
 
 def measured_times(scenario: Scenario) -> LatencyFile | None:
@@ -212,13 +216,23 @@ def measured_times(scenario: Scenario) -> LatencyFile | None:
     return load_latency(scenario.fleet.path) if isinstance(scenario.fleet, MeasuredTimes) else None
 
 
-def turns_of(scenario: Scenario, measured: LatencyFile | None, function: str, kind: str, devices: int) -> TurnTimes:
-    """Return the sleep and wake times of a function, measured or from the priors for the memory it holds."""
+def turns_of(
+    scenario: Scenario,
+    measured: LatencyFile | None,
+    function: str,
+    kind: str,
+    devices: int,
+    frozen: ModelShape | None = None,
+) -> TurnTimes:
+    """Return the sleep and wake times of a function, measured or from the priors for the memory it holds.
+
+    `frozen`: the sizes of a model that is not trained.
+    """
     if measured is not None and (fit := measured.turns.get(function)) is not None:
         return TurnTimes(fit.sleep_s, fit.wake_s)
     if function == FunctionName.GENERATION:
         return engine_turns()
-    held = scenario.model.shape.total_bytes if function == FunctionName.REFERENCE else state_bytes(scenario)
+    held = state_bytes(scenario) if frozen is None else frozen.total_bytes
     return state_turns(held, scenario.cluster.sheet(kind), devices)
 
 

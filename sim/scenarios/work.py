@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhfless.sim.scenarios.cluster import Count, Positive
+from rlhfless.sim.scenarios.model import ScenarioModelSpec
 from rlhfless.spec.base import Processes, SpecModel
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -248,6 +249,19 @@ class ReferenceTimingSpec(SpecModel):
 
     devices: Processes | None = None
     """Devices of the reference replica. `null`: all devices of the learner's side, as in runs."""
+
+
+class TeacherTimingSpec(SpecModel):
+    """A teacher, which computes logprobs like the reference, with sizes of its own."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,30}$")]
+    """Its function is called `teacher_<name>`."""
+
+    model: ScenarioModelSpec | None = None
+    """Its sizes. `null`: the policy's."""
+
+    devices: Processes | None = None
+    """Devices of the teacher's replica. `null`: all devices of the learner's side."""
 
 
 class CriticTimingSpec(SpecModel):

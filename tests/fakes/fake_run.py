@@ -14,6 +14,7 @@ import numpy as np
 from fakes.fake_cluster import FakeCluster, FakePool, pool_of, prompt, runner
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.calls import Call, ReplicaInfo
+from rlhfless.functions.kinds import teacher_kinds
 from rlhfless.orchestrator.engine_starts import EngineStarts
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
@@ -32,6 +33,7 @@ from rlhfless.records import (
     Group,
     Invocation,
     Probe,
+    Prompt,
     PublishedWeights,
     ReplicaState,
     Score,
@@ -41,7 +43,7 @@ from rlhfless.records import (
 )
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
-from rlhfless.scaling.function_specs import Bounds, declared
+from rlhfless.scaling.function_specs import Bounds, FunctionSpec, declared
 from rlhfless.scaling.latency.fitted import EngineSpeeds
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.policy import StepEnded
@@ -60,8 +62,16 @@ def weights_of(step: int) -> PublishedWeights:
 class Function:
     """A pool of one fake replica that records its calls. With `gated`, the learner's calls wait for the test."""
 
-    def __init__(self, function: FunctionName, ledger: Any, calls: list[tuple[str, str, int]], gated: bool = False):
-        self.function, self.kind, self.allocations = function, declared()[function], ()
+    def __init__(
+        self,
+        function: str,
+        ledger: Any,
+        calls: list[tuple[str, str, int]],
+        gated: bool = False,
+        kind: FunctionSpec | None = None,
+    ) -> None:
+        self.function, self.kind, self.allocations = function, kind or declared()[function], ()
+        self.computed_on: list[PackedBatch] = []
         self.asked: list[tuple[str, int]] = []
         self.learned: list[PackedBatch] = []
         self.computed = 0
@@ -108,6 +118,7 @@ class Function:
                 return {"loss": 0.5} if self.kind.publishes else {"value_loss": 0.25}
             case "compute":
                 self.computed += 1
+                self.computed_on.append(arguments[0])
                 return np.full(len(arguments[0].tokens), self.computed, np.float32)
             case "publish":
                 return weights_of(call.step)
@@ -133,7 +144,7 @@ class Weights:
 class Scene:
     """A run with one prompt per step."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    def __init__(self, folder: Path, rows: Sequence[Prompt] = (), **changes: Any) -> None:
         self.folder = folder
         self.calls: list[tuple[str, str, int]] = []
         """(function, method, step) of all calls, in order."""
@@ -145,8 +156,10 @@ class Scene:
         self.policy = runner(self.actors)
         values = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
         spec = RunSpec.model_validate(values | {"prompts_per_step": 1, "samples_per_prompt": 2} | changes)
+        self.teachers = [Function(kind.name, self.ledger, self.calls, kind=kind) for kind in teacher_kinds(spec)]
         functions = (
-            Function(FunctionName.SCORING, self.ledger, self.calls),
+            *((Function(FunctionName.SCORING, self.ledger, self.calls),) if spec.rewards else ()),
+            *self.teachers,
             *((Function(FunctionName.REFERENCE, self.ledger, self.calls),) if spec.needs_reference else ()),
             *((self.critic,) if spec.critic else ()),
             self.learner,
@@ -155,7 +168,7 @@ class Scene:
             run_id="run",
             attempt=1,
             spec=spec,
-            order=PromptOrder([prompt("p"), prompt("q"), prompt("r")], 0, shuffle=False),
+            order=PromptOrder(rows or [prompt("p"), prompt("q"), prompt("r")], 0, shuffle=False),
             held_out=(),
             pools={  # type: ignore[dict-item]
                 pool.kind.name: pool for pool in (self.actors, *functions)

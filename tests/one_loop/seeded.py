@@ -120,7 +120,10 @@ def _setup(draw: random.Random, seed: int) -> Setup:
 
     scoring = ServiceShape(slot_setup(0, "cpu-core", 1.0), FunctionName.SCORING, Work.SCORE, 0.004, 0.0)
     reference = ServiceShape(at(8, 15.0), FunctionName.REFERENCE, Work.LOGPROBS, 0.01, 1e-6)
+    teacher = ServiceShape(at(7, 10.0), "teacher_big", Work.LOGPROBS, 0.02, 1e-6)
     services = (scoring, reference) if draw.random() < 0.5 else (scoring,)
+    if seed % 3 == 0:
+        services = (*services, teacher) if seed % 2 else (*services[1:], teacher)  # without rewards, or with
     learner = LearnerShape(at(9, 30.0), 1.0, 1e-6, 1e-4, 2.0)
     schedule = SyncSpec() if shared else draw.choice([SyncSpec(), OneStepOffSpec()])
     heartbeat_s, node_s = draw.choice([0.5, 5.0]), draw.choice([0.0, 5.0, 60.0])

@@ -103,7 +103,7 @@ async def test_the_samples_of_an_evaluation_are_told(monkeypatch: pytest.MonkeyP
         average=average,
         published=SimpleNamespace(version=SimpleNamespace(step=6)),
         evaluated_samples=lambda *given: told.append(given),
-        spec=SimpleNamespace(evaluation=EvaluationSpec(), scoring=ScoringSpec()),
+        spec=SimpleNamespace(evaluation=EvaluationSpec(), scoring=ScoringSpec(), scores_samples=True),
     )
     figures = await evaluate_held_out(run, 7)
     assert figures["right"] == 0.5

@@ -94,6 +94,28 @@ def asked(config: dict[str, Any], kind: str, count: int, run: RunSpec) -> Questi
     return Question(resolve_for_kind(run, kind), shape(config), device_of(kind), count, 2048, 64 * GIB)
 
 
+def test_a_teacher_is_planned_with_its_own_sizes() -> None:
+    teachers = [{"name": "big", "path": "y", "ranks": 2}, {"name": "same", "path": "self", "ranks": 2}]
+    run = spec(algorithm={"type": "distill", "kl": {"coefficient": 0.1}}, teachers=teachers, reference={"ranks": 2})
+    question = asked(QWEN_05B, "h100", 2, run)
+    question = dataclasses.replace(question, teachers={"teacher_big": shape(QWEN_7B)})
+    plans = {part.function: part for part in question.plan().devices[0].functions}
+    (big,), (same,), (reference,) = (plans[name].phases for name in ("teacher_big", "teacher_same", "reference"))
+    assert same.size_bytes == reference.size_bytes
+    # A rank has half of the weights, each of 2 bytes.
+    difference = 2 * (shape(QWEN_7B).parameters - shape(QWEN_05B).parameters) // 2
+    assert big.size_bytes - same.size_bytes > difference
+
+
+def test_open_ranks_of_a_teacher_are_found() -> None:
+    run = spec(algorithm="distill", teachers=[{"name": "big", "path": "y"}])
+    question = dataclasses.replace(asked(QWEN_05B, "h100", 4, run), teachers={"teacher_big": shape(QWEN_7B)})
+    found = placed(question)
+    assert found.teachers[0].ranks != "auto"
+    assert dataclasses.replace(question, spec=found).plan().fits
+    assert keep_resolved(run, found).teachers[0].ranks == found.teachers[0].ranks
+
+
 def test_parameters_are_those_that_the_models_are_known_by() -> None:
     assert shape(QWEN_7B).parameters == pytest.approx(7.62e9, rel=0.002)
     assert shape(QWEN_05B).parameters == pytest.approx(0.494e9, rel=0.002)

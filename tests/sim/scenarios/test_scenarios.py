@@ -207,6 +207,32 @@ def test_reference_and_critic_have_all_devices_of_the_learner_unless_the_scenari
         assert [len(each.slot_setup.allocation.devices) for each in services] == [devices, devices]
 
 
+def test_teachers_have_times_of_their_own_sizes_and_no_rewards_need_no_scoring() -> None:
+    wide = CONFIG | {"intermediate_size": 4 * CONFIG["intermediate_size"]}
+    teachers = [{"name": "same", "devices": 1}, {"name": "big", "devices": 1, "model": {"config": wide}}]
+    described = scenario(reference={"devices": 1}, teachers=teachers, scoring=None)
+    reference, same, big = ScenarioLayout(described, ScenarioPlacementSpec()).services()
+    assert (same.function, big.function) == ("teacher_same", "teacher_big")
+    assert same.token_s == reference.token_s
+    assert (same.slot_setup.start_s, same.slot_setup.sleep_s) == (
+        reference.slot_setup.start_s,
+        reference.slot_setup.sleep_s,
+    )
+    shapes = [ScenarioModelSpec(config=config).shape for config in (CONFIG, wide)]
+    assert big.token_s / same.token_s == pytest.approx(shapes[1].active / shapes[0].active)
+    assert big.slot_setup.start_s > same.slot_setup.start_s
+
+
+def test_a_simulated_run_bills_its_teachers() -> None:
+    described = scenario(teachers=[{"name": "big"}], scoring=None, seeds=1, policies=[{"name": "cost_aware"}])
+    (results,) = compare(described).results.values()
+    trace = results[0].trace
+    assert trace is not None
+    calls = [call for call in trace.invocations if call.function == "teacher_big"]
+    assert {(call.work, call.step) for call in calls} >= {(Work.LOGPROBS, 1)}
+    assert sum(holding.end_s - holding.start_s for holding in trace.holdings if holding.function == "teacher_big") > 0
+
+
 def test_devices_without_a_price_cost_nothing(tmp_path: Path) -> None:
     free = [{"kind": kind, "usd_per_hour": 0, "source": "own", "as_of": "2026-11-28"} for kind in ("l40s", "cpu-core")]
     (tmp_path / "prices.yaml").write_text(yaml.safe_dump({"cpu_kind": "cpu-core", "devices": free}))
