@@ -256,47 +256,6 @@ def test_runs_take_turns_on_the_devices_of_a_pod(release: Release, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("tested")
-def test_an_elastic_run_shrinks_when_a_pod_is_drained_and_grows_when_it_is_back(release: Release) -> None:
-    """It has two pods of two GPUs, which the service asks for. While the node is cordoned, no new pod starts."""
-    changes: dict[str, Any] = {
-        "type": "sft",
-        "demonstrations": {"path": f"{MODEL}/train.jsonl", "response_field": "answer"},
-    }
-    dropped = ("prompts", "rewards", "samples_per_prompt", "generation", "scaling")
-    values = spec(100_000, placement={"kind": "h100", "devices": {"min": 2, "max": 4}}, **changes)
-    release.upgrade("--set", f"ray.gpuGroups[{group('h100')}].maxNodes=2")
-    run = release.call("POST", "/v1/runs", {key: value for key, value in values.items() if key not in dropped})["id"]
-
-    def sizes() -> list[tuple[str, int]]:
-        """What the service granted, and on how many devices the run then worked."""
-        events = release.call("GET", f"/v1/runs/{run}/events?limit=100")["data"]
-        data = [event["data"] for event in events if event["type"] == "size"]
-        return [("granted", each["after"]) if "after" in each else ("works", each["devices"]) for each in data]
-
-    def until(*last: tuple[str, int]) -> None:
-        release.until(run, lambda _: tuple(sizes()[-len(last) :]) == last, 420)
-
-    release.until(run, lambda found: found["step"] >= 2 and sizes()[-1] in (("granted", 4), ("works", 4)), 420)
-    first, *others = release.pods(GPU_GROUP)
-    assert len(others) == 1
-    (node,) = {pod["spec"]["nodeName"] for pod in release.objects("pods", GPU_GROUP)}
-    kubectl("cordon", node)
-    try:
-        release.kubectl("delete", "pod", first, "--wait=false")
-        until(("granted", 2), ("works", 2))
-    finally:
-        kubectl("uncordon", node)
-    until(("granted", 4), ("works", 4))
-    assert release.call("GET", f"/v1/runs/{run}")["attempt"] == 1, "all in one driver"
-    release.call("POST", f"/v1/runs/{run}/cancel")
-    end_s = time.monotonic() + 240
-    while release.pods(GPU_GROUP):
-        assert time.monotonic() < end_s, "worker pods stay, though no run is there"
-        time.sleep(2)
-    release.upgrade()
-
-
-@pytest.mark.usefixtures("tested")
 def test_a_run_says_why_its_nodes_do_not_come(release: Release) -> None:
     wants = spec(1, placement={"kind": "a100-80gb", "devices": 8})
     run = release.call("POST", "/v1/runs", wants)["id"]
