@@ -67,8 +67,8 @@ class TeacherSpec(SpecModel):
     @model_validator(mode="after")
     def _one_source(self) -> TeacherSpec:
         if (self.path is None) == (self.url is None):
-            raise ValueError(f"teacher {self.name!r} has {'neither' if self.path is None else 'both'} path and url; "
-                             "give one of them")  # fmt: skip
+            what = "neither path nor url" if self.path is None else "both path and url"
+            raise ValueError(f"teacher {self.name!r} has {what}; give one of them")
         if self.url is not None:
             without_user(self.url, "send a token instead: name its environment variable as `token_env`")
         return self

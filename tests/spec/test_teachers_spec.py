@@ -76,7 +76,7 @@ def test_sets_have_teachers_of_their_own() -> None:
         ({"algorithm": {"type": "grpo", "distill": {"coefficient": 0.5}}}, "Field required"),
         ({"teachers": [TEACHER, TEACHER]}, "two teachers are called 'big'"),
         ({"teachers": [TEACHER | {"sets": ["maths"]}], "prompts": MIXTURE}, "has 'maths', which no training set is"),
-        ({"teachers": [{"name": "big"}]}, "teacher 'big' has neither path and url"),
+        ({"teachers": [{"name": "big"}]}, "teacher 'big' has neither path nor url"),
         ({"teachers": [TEACHER | {"url": "http://t:1"}]}, "teacher 'big' has both path and url"),
         ({"teachers": [{"name": "b", "url": "http://u:p@t:1"}]}, "a user or a password"),
         ({"teachers": [{"name": "b", "url": "http://t:1"}], "generation": {"temperature": 0.7}}, "temperature 1"),
