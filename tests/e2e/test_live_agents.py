@@ -6,29 +6,36 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Awaitable, Callable, Container
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from fakes import saboteur
+from fakes import agent_player, saboteur
 from fakes.live_runs import fault_opening
 from rlhfless.orchestrator.driver import execute
 from rlhfless.orchestrator.run import RLRun
+from rlhfless.orchestrator.session import Session
+from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.traces import Comparison, Trace, compare_samples, read_trace
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1500)]
 
-STEPS = 6
-AGENTS: dict[str, Any] = {
-    "steps": STEPS,
+COMMON: dict[str, Any] = {
     "rewards": [],
-    "environment": {"type": "fakes.agent_game:Game", "turns": 4, "turn_tokens": 40, "sessions": 3, "call_s": 20},
     "generation": {"max_tokens": 300, "progress_interval_s": 0.1},
     "recovery": {"lease_s": 12, "heartbeat_s": 6},
 }
+GAME = {"type": "fakes.agent_game:Game", "turns": 4, "turn_tokens": 40, "sessions": 3, "call_s": 20}
+
+
+def program_values(log: Path) -> dict[str, Any]:
+    """Return the values of a run with an unmodified agent program, which notes the calls of its tool in `log`."""
+    command = ["python", agent_player.__file__, "{id}", str(log)]
+    program = {"type": "process", "command": command, "turns": 4, "turn_tokens": 40, "sessions": 3}
+    return {**COMMON, "environment": program, "prompts_per_step": 2}
 
 
 async def kill_environment(run: RLRun) -> None:
@@ -38,51 +45,105 @@ async def kill_environment(run: RLRun) -> None:
 
 async def kill_worker(run: RLRun) -> None:
     """Kill a process that holds a session."""
+    workers_of(run)[0].kill()
+
+
+async def kill_program(run: RLRun) -> None:
+    """Kill an agent program in the middle of its episode."""
+    programs = [child for worker in workers_of(run) for child in worker.children()]
+    assert programs, "no program runs"
+    programs[0].kill()
+
+
+def workers_of(run: RLRun) -> list[psutil.Process]:
     assert run.environment is not None
-    (worker, *_) = psutil.Process(saboteur.pid(run.environment.replicas()[0])).children()
-    worker.kill()
+    return psutil.Process(saboteur.pid(run.environment.replicas()[0])).children()
 
 
-IN_GENERATION = {1: saboteur.drain_actor, 2: saboteur.kill_actor, 3: kill_environment, 4: kill_worker}
-REPEATED = {3, 4}
-"""Steps whose sessions die, so that calls are repeated in new ones."""
+Act = Callable[[RLRun], Awaitable[None]]
+
+BROKEN: dict[str, dict[int, tuple[Act, int]]] = {
+    "class": {
+        1: (saboteur.drain_actor, 0),
+        2: (saboteur.kill_actor, 0),
+        3: (kill_environment, 0),
+        4: (kill_worker, 0),
+    },
+    "program, sessions": {
+        1: (kill_environment, 0),
+        2: (kill_environment, 5),
+        3: (kill_worker, 1),
+        4: (kill_worker, 4),
+        5: (kill_program, 3),
+    },
+}
+"""By what plays, and step: what is done, after how many calls of the step."""
+
+LOSES_SESSIONS = (kill_environment, kill_worker, kill_program)
+"""What makes calls be repeated: in new sessions."""
 
 
-async def sabotage(run: RLRun) -> None:
-    for step, act in IN_GENERATION.items():
-        await saboteur.generating(run, step)
-        await act(run)
-
-
-def test_episodes_survive_all_kills(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("played", BROKEN)
+def test_episodes_survive_all_kills(played: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acts = BROKEN[played]
+    values: dict[str, dict[str, Any]] = {}
     for name in ("undisturbed", "broken"):
         (tmp_path / name).mkdir()
+        game = {**COMMON, "environment": GAME}
+        values[name] = game if played == "class" else program_values(tmp_path / f"{name}.log")
+        values[name]["steps"] = len(acts) + 2
     monkeypatch.setenv("RLHFLESS_REWARD_LOG", str(tmp_path / "undisturbed.log"))
-    start = fault_opening(assets, tmp_path / "undisturbed", actors=1, **AGENTS)
+    start = fault_opening(assets, tmp_path / "undisturbed", actors=1, **values["undisturbed"])
     asyncio.run(execute(start))
     whole = read_trace(tmp_path / "undisturbed" / "trace")
-    newest = start.checkpoints.newest()
-    assert newest is not None
-    check_episodes(whole)
-    id_of = {prompt.prompt_id: prompt.columns["id"] for prompt in whole.prompts}
-    step_of = {id_of[row.prompt_id]: row.step for row in whole.rollouts}
+    check_episodes(whole, start)
+    step_of = steps_of(whole)
     made = calls_of(tmp_path / "undisturbed.log", step_of)
     assert set(made.values()) == {1}
 
-    monkeypatch.setenv("RLHFLESS_REWARD_LOG", str(tmp_path / "broken.log"))
+    log = tmp_path / "broken.log"
+    monkeypatch.setenv("RLHFLESS_REWARD_LOG", str(log))
+
+    async def sabotage(run: RLRun) -> None:
+        for step, (act, calls) in acts.items():
+            await saboteur.generating(run, step)
+            await saboteur.until(lambda step=step, calls=calls: in_step(log, step_of, step) >= calls, 300)
+            await act(run)
+
     recovered, digest = asyncio.run(
-        saboteur.drive(fault_opening(assets, tmp_path / "broken", actors=2, **AGENTS), sabotage)
+        saboteur.drive(fault_opening(assets, tmp_path / "broken", actors=2, **values["broken"]), sabotage)
     )
     broken = read_trace(tmp_path / "broken" / "trace")
     samples = len(whole.rollouts)
     assert compare_samples(whole, broken) == Comparison(samples, samples, None, 0, 0)
     assert [row.reward for row in by_key(broken)] == [row.reward for row in by_key(whole)]
-    assert digest == newest.notes.digest
-    again = calls_of(tmp_path / "broken.log", step_of)
+    assert digest == last_digest(tmp_path / "undisturbed")
+    again = calls_of(log, step_of)
     assert again.keys() == made.keys()
     twice = {step_of[call.split("/")[0]] for call, count in again.items() if count > 1}
-    assert twice <= REPEATED, "a call was made twice although its session lived"
+    repeated = {step for step, (act, _) in acts.items() if act in LOSES_SESSIONS}
+    assert twice <= repeated, "a call was made twice although its session lived"
     assert recovered.replicas_lost >= 2
+
+
+def last_digest(folder: Path) -> str:
+    """Return the digest of a run's last weights."""
+    newest = Checkpoints(folder / "checkpoints", keep_last=9).newest()
+    assert newest is not None
+    digest: str = newest.notes.digest
+    return digest
+
+
+def steps_of(trace: Trace) -> dict[str, int]:
+    """Return the step of each prompt, by the id of its row."""
+    id_of = {prompt.prompt_id: prompt.columns["id"] for prompt in trace.prompts}
+    return {id_of[row.prompt_id]: row.step for row in trace.rollouts}
+
+
+def in_step(log: Path, step_of: dict[str, int], step: int) -> int:
+    """Return how many different calls of a step have been made."""
+    prompts = {prompt for prompt, of in step_of.items() if of == step}
+    return len(calls_of(log, prompts)) if log.exists() else 0
 
 
 def calls_of(log: Path, prompts: Container[str]) -> Counter[str]:
@@ -94,14 +155,18 @@ def by_key(trace: Trace) -> list[Any]:
     return sorted(trace.rollouts, key=lambda row: (row.step, row.prompt_id, row.sample_index))
 
 
-def check_episodes(trace: Trace) -> None:
+def check_episodes(trace: Trace, start: Session) -> None:
     """Check each row against its episode."""
-    assert len(trace.rollouts) == STEPS * 8
+    spec = start.spec
+    assert spec.environment is not None
+    assert len(trace.rollouts) == spec.steps * spec.prompts_per_step * spec.samples_per_prompt
     for row in trace.rollouts:
         episode = row.episode
         assert episode is not None
         assert row.episode_status == episode["status"] == "done"
-        assert row.turns == len(episode["turns"]) == len(episode["calls"]) == 3
+        assert row.turns == len(episode["turns"]) == 3
+        # A program sends what it says after its last turn to nobody.
+        assert len(episode["calls"]) == (2 if spec.environment.type == "process" else 3)
         assert row.token_ids is not None
         assert row.response_tokens == len(row.token_ids) == episode["turns"][-1]["end"]
         generated = sum(turn["end"] - turn["start"] for turn in episode["turns"])
