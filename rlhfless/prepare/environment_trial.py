@@ -231,6 +231,7 @@ def transcript(episode: Trajectory, tokenizer: Any) -> list[tuple[str, str]]:
     spoken = []
     for segment in episode.segments:
         who = f"model, turn {segment.turn + 1}" if isinstance(segment, ModelSegment) else str(segment.origin)
+        who += f", conversation {segment.conversation + 1}" if segment.conversation else ""
         spoken.append((who, tokenizer.decode(list(segment.token_ids), skip_special_tokens=False)))
     ended_by_answer = bool(episode.calls) and episode.segments[-1:] == episode.turns[-1:]
     if ended_by_answer and episode.turns[-1].parsed is Parsed.CALLS and episode.calls[-1].answer.text:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fakes.local_environments import Says, byte_format, sample_of, text_of
+from fakes.local_environments import TOKENIZER, Says, byte_format, sample_of, text_of
 from fakes.repository import ROOT
 from rlhfless.environments.agent_program import filled, result_of
 from rlhfless.environments.contract import EnvironmentSource
@@ -21,6 +21,7 @@ from rlhfless.environments.episode import play_episode
 from rlhfless.environments.protocol import EnvironmentFailed
 from rlhfless.environments.trajectory import EpisodeLimits, EpisodeTask, Trajectory
 from rlhfless.environments.workers import EnvironmentWorkers
+from rlhfless.prepare.environment_trial import transcript
 from rlhfless.records import EpisodeStatus
 
 AGENT = ROOT / "examples" / "environments" / "agent.py"
@@ -224,6 +225,8 @@ async def test_a_sub_agent_and_a_shortened_history_are_conversations_of_one_epis
     ]
     assert [text_of(part.token_ids) for part in sample.rollouts] == [f"{said[i]}<|im_end|>" for i in (0, 3, 1, 2, 4)]
     assert "".join(text_of(part.token_ids) for part in sample.rollouts) == "".join(learned)
+    speakers = [who for who, _ in transcript(episode, TOKENIZER)]
+    assert speakers[:4] == ["prompt", "model, turn 1", "prompt, conversation 2", "model, turn 2, conversation 2"]
     record = episode.episode()
     assert record.conversations == 3
     assert record.contexts() == [len(tokens) for tokens, _ in episode.prompts()]
