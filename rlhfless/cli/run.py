@@ -65,7 +65,8 @@ def run(
     prepared = preflight(loaded)
     private(folder)
     changed = hold_inputs(prepared.spec, folder, allowed, before)
-    (folder / SPEC_FILE).write_text(resolved_yaml(prepared.spec), "utf-8")
+    kept = prepared.spec if loaded.placement.size_range is None else loaded  # an elastic run keeps its sizes
+    (folder / SPEC_FILE).write_text(resolved_yaml(kept), "utf-8")
     if folders := folders_in_use():
         (folder / IMPORTS_FILE).write_text("\n".join(folders), "utf-8")
     _run(prepared, folder, changed)
@@ -135,7 +136,7 @@ def resumed(
 def _run(prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
     from rlhfless.cli.tables import run_report
     from rlhfless.fleet import private_ray
-    from rlhfless.orchestrator.driver import execute
+    from rlhfless.orchestrator.elastic_host import ClusterHost, through_sizes
     from rlhfless.orchestrator.exit_codes import INTERRUPTED, RunStopped, ending_of, hint, user_message
     from rlhfless.orchestrator.launch import remove_stores
     from rlhfless.orchestrator.session import Session
@@ -147,7 +148,8 @@ def _run(prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
     run_id, spec = folder.name, prepared.spec
     log = RunLog(folder, run_id)
     console = Console(spec.logging.console, f"run {run_id}", spec.steps)
-    sinks = open_sinks(spec.logging, folder, run_id, console)
+    host = ClusterHost(console, folder, spec.steps)
+    sinks = open_sinks(spec.logging, folder, run_id, console, host)
     resume = f"rlhfless run --resume {shown(folder)}"
 
     def remove_files() -> None:
@@ -162,7 +164,8 @@ def _run(prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
     try:
         for warning in (*prepared.warnings, *changed):
             say(f"warning: {warning}")
-        outcome = stop.run(execute(Session(prepared, run_id, folder, console, sinks)))
+        session = Session(prepared, run_id, folder, host, sinks, host)
+        outcome = stop.run(through_sizes(session, host, host.is_resized))
     except Interrupted as interrupted:
         console.close()
         last = hint(INTERRUPTED, True, resume, folder, spec) or NOTHING_DRAWN

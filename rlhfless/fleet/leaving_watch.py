@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import ray
 from ray._private.state import state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
+from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.leave_node import drain
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.calls import Call
@@ -73,3 +74,15 @@ class LeavingWatch:
         self._known = frozenset(nodes)
         for pool in self._pools:
             pool.leave_nodes(self._known, self._call)
+
+
+async def show_nodes(cluster: Cluster, kind: str, show: Callable[[Sequence[int]], None]) -> None:
+    """Show the number of devices of a kind of each node that stays, every LOOK_S until cancelled."""
+    while True:
+        try:
+            counts = [node.count(kind) for node in await cluster.nodes(kind)]
+        except (RayError, OSError, RuntimeError) as error:
+            log.info("the nodes are unknown, because the cluster does not answer: %s", error)
+        else:
+            show([count for count in counts if count])
+        await asyncio.sleep(LOOK_S)

@@ -5,7 +5,7 @@ A run started from the command line uses the class `Host` itself, and may use al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -80,6 +80,9 @@ class Host:
     capacity: Mapping[str, int] = MappingProxyType({})
     """Most devices by kind, where an autoscaler adds nodes."""
 
+    watches_nodes = False
+    """Whether an elastic run shows the host its nodes (`look`). A service watches them itself."""
+
     async def devices(self, wanted: DevicesWanted) -> int:
         """Wait until the run may acquire the minimum, or one of its sizes; return the number of devices that it may
         acquire now. Raises FleetError on timeout."""
@@ -90,6 +93,9 @@ class Host:
         """Handle the run before its fleet starts; return the maximum number of generation actors for now, or None for
         the spec's maximum. `held` returns the current number of devices of a kind that the run holds or waits for.
         """
+
+    def look(self, nodes: Sequence[int]) -> None:
+        """Handle the devices of each node that stays, as of now. Called every few seconds."""
 
     def generated(self, run: RLRun, step: int, experience: Experience) -> None:
         """Handle the complete samples of a step. Called for runs that generate."""

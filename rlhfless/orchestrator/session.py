@@ -22,7 +22,7 @@ from rlhfless.fleet.each_node import (
     targets,
 )
 from rlhfless.fleet.heartbeat import HEARTBEATS_PER_LEASE, LeaseRenewal
-from rlhfless.fleet.leaving_watch import LeavingWatch
+from rlhfless.fleet.leaving_watch import LeavingWatch, show_nodes
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.turns import Turns
@@ -148,7 +148,8 @@ async def _on_cluster(session: Session, cluster: Cluster) -> Session:
     resolved = resolve(spec, on, prepared.max_model_len)
     if problems := resolved.problems(prepared.shape):
         raise InputError("the run cannot start on this cluster", problems)
-    (session.folder / SPEC_FILE).write_text(resolved_yaml(resolved.spec), "utf-8")
+    if not granted:  # an elastic run resumes with its sizes, on the devices that are there then
+        (session.folder / SPEC_FILE).write_text(resolved_yaml(resolved.spec), "utf-8")
     return replace(session, prepared=prepared.on(resolved), granted=granted)
 
 
@@ -181,6 +182,9 @@ async def _fleet(
     renewal = LeaseRenewal(pools, devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / HEARTBEATS_PER_LEASE))
     watches = [asyncio.create_task(watch.run()) for watch in (renewal, LeavingWatch(pools, call))]
     watches += [asyncio.create_task(each.lend(call)) for each in turns]
+    if session.host.watches_nodes and session.granted and session.prepared.resolved:
+        kind = session.prepared.resolved.devices.kind
+        watches.append(asyncio.create_task(show_nodes(cluster, kind, session.host.look)))
     run = _run_of(session, by_name, ledger, journal, earlier)
     scaler = run.scaler if isinstance(run, RLRun) else None
     if scaler is not None:

@@ -291,8 +291,6 @@ def keep_resolved(spec: RunSpec, before: RunSpec) -> RunSpec:
     for index, (now, then) in enumerate(zip(spec.teachers, before.teachers, strict=False)):
         if now.ranks == "auto":
             kept[f"teachers.{index}.ranks"] = then.ranks
-    if spec.placement.size_range is not None:
-        kept["placement.devices"] = before.placement.devices
     return edited(spec, kept)
 
 

@@ -255,6 +255,18 @@ def begun(spec, monkeypatch, tmp_path):
     return folder, attempts
 
 
+def test_a_resumed_elastic_run_has_its_sizes_again(begun, spec):
+    _, attempts = begun
+    assert invoke("run", spec, "--set", "placement.devices={min: 1, max: 2}").exit_code == 0
+    first, _, folder = attempts.pop()
+    assert first.placement.devices == min(2, len(os.sched_getaffinity(0)))
+    kept = load_spec(folder / "spec.yaml").placement.size_range
+    assert (kept.min, kept.max) == (1, 2)
+    assert invoke("run", "--resume", folder, "--set", "placement.devices={min: 1, max: 1}").exit_code == 0
+    assert attempts.pop()[0].placement.devices == 1, "with the devices that it may have then"
+    assert invoke("run", "--resume", folder).exit_code == 0
+
+
 def test_a_resume_takes_no_edited_data_without_a_word(begun, spec):
     folder, attempts = begun
     assert invoke("run", "--resume", folder).exit_code == 0

@@ -12,13 +12,15 @@ import pytest
 
 from rlhfless.control.database.tables import LeaseRow, RunRow
 from rlhfless.control.delivery import PushAnswer
-from rlhfless.control.driver import main, run_sizes
-from rlhfless.control.driver.reporter import Reporter
-from rlhfless.control.driver.run_sizes import CHANGE_S, SIZES_FILE, RunSizes
+from rlhfless.control.driver import main
+from rlhfless.control.driver.reporter import Reporter, lease_of
 from rlhfless.control.driver.service_client import Outbox
 from rlhfless.control.supervisor import request_of
 from rlhfless.fleet.protocols import FleetError
+from rlhfless.orchestrator import elastic_host, run_sizes
+from rlhfless.orchestrator.elastic_host import through_sizes
 from rlhfless.orchestrator.host import DevicesWanted, RunPaused, StopCause
+from rlhfless.orchestrator.run_sizes import CHANGE_S, SIZES_FILE, RunSizes
 from rlhfless.records import ReplicaState
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import FOR_DEVICES
@@ -45,18 +47,18 @@ def test_a_grant_between_two_sizes_is_the_lower_one() -> None:
 
 
 def test_a_run_of_one_size_tells_its_lease_alone() -> None:
-    lease = RunSizes().wanted(DevicesWanted("h100", 2, 8, 2), 4, 10)
+    lease = lease_of(RunSizes(), DevicesWanted("h100", 2, 8, 2), 4, 10)
     assert (lease.minimum, lease.maximum, lease.unit, lease.held, lease.sizes) == (2, 8, 2, 4, [])
 
 
 def test_what_a_change_costs_is_measured_by_its_parts(clock: list[float]) -> None:
     """It starts for the first time in 20 s; a change later saves for 3 s, stops for 1 s and starts for 14 s."""
     sizes = elastic()
-    assert sizes.wanted(WANTED, 0, 10).change_s == CHANGE_S
+    assert lease_of(sizes, WANTED, 0, 10).change_s == CHANGE_S
     sizes.starts(8)
     clock[0] = 20.0
     assert sizes.works() is None
-    assert sizes.wanted(WANTED, 8, 10).change_s == 20.0
+    assert lease_of(sizes, WANTED, 8, 10).change_s == 20.0
     sizes.step_done(50.0)
     sizes.stops()
     clock[0] = 24.0
@@ -65,7 +67,7 @@ def test_what_a_change_costs_is_measured_by_its_parts(clock: list[float]) -> Non
     clock[0] = 38.0
     assert sizes.works() == {"save_s": 4.0, "start_s": 14.0}
     assert sizes.works() is None, "told once"
-    assert sizes.wanted(WANTED, 4, 9).change_s == 18.0
+    assert lease_of(sizes, WANTED, 4, 9).change_s == 18.0
 
 
 def test_the_first_step_at_a_size_counts_until_there_is_another() -> None:
@@ -74,11 +76,11 @@ def test_the_first_step_at_a_size_counts_until_there_is_another() -> None:
     for step_s in (30.0, 20.0, 22.0):
         sizes.step_done(step_s)
         if step_s == 30.0:
-            assert sizes.wanted(WANTED, 8, 5).seen_s == {"8": 30.0}
+            assert lease_of(sizes, WANTED, 8, 5).seen_s == {"8": 30.0}
     sizes.stops()
     sizes.starts(4)
     sizes.step_done(70.0)
-    assert sizes.wanted(WANTED, 4, 5).seen_s == {"8": 21.0, "4": 70.0}
+    assert lease_of(sizes, WANTED, 4, 5).seen_s == {"8": 21.0, "4": 70.0}
 
 
 def test_a_size_at_which_the_run_cannot_start_is_not_asked_for_again() -> None:
@@ -91,7 +93,7 @@ def test_a_size_at_which_the_run_cannot_start_is_not_asked_for_again() -> None:
     sizes.starts(8)
     assert sizes.refuse()
     assert sizes.among(8) == 4, "it goes back"
-    lease = sizes.wanted(WANTED, 8, 5)
+    lease = lease_of(sizes, WANTED, 8, 5)
     assert (lease.sizes, lease.maximum) == ([2, 4], 4)
     sizes.starts(4)
     assert sizes.decision(3, "") is None, "nothing has changed"
@@ -127,7 +129,7 @@ def test_the_next_driver_returns_to_the_size_at_which_the_run_has_worked(tmp_pat
     killed.stops()
     killed.starts(8)
     following = driver()
-    assert following.wanted(WANTED, 0, 5).seen_s == {"4": 11.0}, "what was measured is told"
+    assert lease_of(following, WANTED, 0, 5).seen_s == {"4": 11.0}, "what was measured is told"
     following.starts(8)
     assert following.refuse()
     following.starts(following.among(8))
@@ -135,9 +137,9 @@ def test_the_next_driver_returns_to_the_size_at_which_the_run_has_worked(tmp_pat
     assert not following.refuse(), "there it has worked: another fault"
     following.works()
     following.step_done(80.0)
-    assert following.wanted(WANTED, 4, 5).seen_s == {"4": 11.0}, "the first step includes what starts late"
+    assert lease_of(following, WANTED, 4, 5).seen_s == {"4": 11.0}, "the first step includes what starts late"
     following.step_done(14.0)
-    assert following.wanted(WANTED, 4, 5).seen_s == {"4": 14.0}
+    assert lease_of(following, WANTED, 4, 5).seen_s == {"4": 14.0}
     new = RunSizes(tmp_path / "another run")
     new.offer(WANTED.sizes)
     new.starts(8)
@@ -198,22 +200,20 @@ async def test_a_driver_goes_through_the_sizes_of_its_run(monkeypatch: pytest.Mo
             raise end
         return end
 
-    reporter: Any = SimpleNamespace(sizes=sizes, put=lambda item, message, **_: told.append(f"{item}: {message}"))
-    monkeypatch.setattr(main, "execute", execute)
+    reporter: Any = SimpleNamespace(sizes=sizes, say=told.append)
+    monkeypatch.setattr(elastic_host, "execute", execute)
     session: Any = None
     called_off = [True]
-    assert await main._through_sizes(session, reporter, called_off.pop) == "done"
-    assert told == [
-        "message: the run could not start on 8 devices, and does not ask for as many again: no engine started"
-    ]
+    assert await through_sizes(session, reporter, called_off.pop) == "done"
+    assert told == ["the run could not start on 8 devices, and does not ask for as many again: no engine started"]
     ends, starts = [FleetError("the learner died")], iter([2])
     sizes.works()
     sizes.step_done(10.0)
     with pytest.raises(FleetError, match="the learner died"):
-        await main._through_sizes(session, reporter, lambda: False)
+        await through_sizes(session, reporter, lambda: False)
     ends, starts = [asyncio.CancelledError()], iter([2])
     with pytest.raises(asyncio.CancelledError):
-        await main._through_sizes(session, reporter, lambda: False)
+        await through_sizes(session, reporter, lambda: False)
 
 
 async def test_only_a_change_of_size_lets_the_work_go_on_that_was_called_off() -> None:

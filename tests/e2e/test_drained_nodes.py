@@ -1,5 +1,5 @@
-"""An elastic run of a service on two nodes of one core each: it shrinks before a node leaves that says so, and grows
-when the node is back, whenever its driver is killed meanwhile.
+"""An elastic run on two nodes of one core each: it shrinks before a node leaves that says so, and grows when the node
+is back, on a service whenever its driver is killed meanwhile, and from the command line.
 
 Of type sft, which needs no engine. Its learner has two ranks, so its steps are shorter on two cores.
 """
@@ -7,6 +7,7 @@ Of type sft, which needs no engine. Its learner has two ranks, so its steps are 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +17,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import yaml
 from ray._raylet import GcsClient
 
 from e2e.test_service import COMMAND, Up
-from fakes.commands import add_node, started
+from fakes.commands import add_node, start, started, wait_for
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.lifecycle import Status
 from rlhfless.fleet.leave_node import drain
+from rlhfless.records.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -190,3 +193,31 @@ def test_a_driver_is_killed_in_every_phase_of_a_change(service: Up, cluster: str
     assert service.until(run, lambda _: True).attempt == 5
     assert ended(service, run)[-2:] == [(2, 1), (1, 2)]
     losses(service, run)
+
+
+@pytest.mark.seldom
+def test_a_run_from_the_command_line_follows_its_nodes(cluster: str, assets: Path, tmp_path: Path) -> None:
+    """Two nodes, one, two, in one process; once stopped and resumed on one node, it works there."""
+    values = run_values(assets, "own", {"min": 1, "max": 2}, MANY) | {"output": str(tmp_path / "runs")}
+    values["placement"] |= {"ray_address": cluster}
+    spec, log = tmp_path / "spec.yaml", tmp_path / "log"
+    spec.write_text(yaml.safe_dump(values))
+    process = start(spec, log)
+    wait_for(f"3/{MANY}", log, process, timeout_s=240)
+    leave(cluster)
+    wait_for("works on 1 device(s) after", log, process, timeout_s=240)
+    until(lambda: not nodes_at(cluster, OTHER), "the Ray of a node that holds nothing does not end")
+    add_node(cluster, OTHER)
+    wait_for("works on 2 device(s) after", log, process, timeout_s=240)
+    leave(cluster)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130, log.read_text()
+    (folder,) = (tmp_path / "runs").iterdir()
+    again = start(spec, log, "--resume", str(folder))
+    wait_for("resumed after step", log, again, timeout_s=240)
+    again.send_signal(signal.SIGINT)
+    assert again.wait(timeout=60) == 130, log.read_text()
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    sizes = [each.inputs["devices"] for each in read_trace(folder / "trace").decisions if each.kind == "size"]
+    assert sizes == [2, 1, 2, 1]

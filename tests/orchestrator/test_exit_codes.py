@@ -19,7 +19,7 @@ from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.calls import FunctionBroken, StaleCall
 from rlhfless.functions.generation.engine import EngineDead, EngineTimeout
-from rlhfless.orchestrator import driver
+from rlhfless.orchestrator import elastic_host
 from rlhfless.orchestrator.exit_codes import hint
 from rlhfless.orchestrator.session import JOURNAL_FILE, Session
 from rlhfless.planning import preflight
@@ -73,7 +73,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             raise error
 
         monkeypatch.setattr(preflight, "preflight", lambda spec: SimpleNamespace(spec=spec, warnings=()))
-        monkeypatch.setattr(driver, "execute", execute)
+        monkeypatch.setattr(elastic_host, "execute", execute)
         return CliRunner().invoke(main.app, ["run", str(spec), *options])
 
     return call

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from rlhfless import __version__
 from rlhfless.control.delivery import OUT_OF_MEMORY, DriverExit, DriverOrder, OtherProtocol, failure
 from rlhfless.control.driver.reporter import Reporter
-from rlhfless.control.driver.run_sizes import SIZES_FILE, RunSizes
 from rlhfless.control.driver.service_client import Outbox, ServiceClient, StaleOutbox
 from rlhfless.control.drivers import read_order
 from rlhfless.control.keys import hashed
@@ -27,10 +26,11 @@ from rlhfless.control.run_files import ALLOWED_FILE, allowed_in, leave_mark
 from rlhfless.control.spec_admission import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.functions.devices import OutOfMemory
-from rlhfless.orchestrator.driver import Outcome, execute
+from rlhfless.orchestrator.elastic_host import through_sizes
 from rlhfless.orchestrator.exit_codes import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.orchestrator.host import RunPaused, StopCause
 from rlhfless.orchestrator.resuming import has_begun, hold_inputs
+from rlhfless.orchestrator.run_sizes import SIZES_FILE, RunSizes
 from rlhfless.orchestrator.session import Session
 from rlhfless.planning.host_memory import on_this_node
 from rlhfless.planning.preflight import Prepared, preflight
@@ -197,7 +197,7 @@ class _Attempt:
             session = Session(
                 prepared, self._order.run_id, self._folder, reporter, sinks, reporter, self._order.priority
             )
-            outcome = await _through_sizes(session, reporter, self._is_resized)
+            outcome = await through_sizes(session, reporter, self._is_resized)
         except StaleOutbox:
             raise
         except RunPaused as error:
@@ -228,34 +228,6 @@ class _Attempt:
             kept = "samples and checkpoints are kept; correct that, then resume"
             return DriverExit(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
         return DriverExit(status=Status.FAILED, reason=text, error=what)
-
-
-async def _through_sizes(session: Session, reporter: Reporter, is_resized: Callable[[], bool]) -> Outcome:
-    """Run to the end. An elastic run whose size the service changes stops after its step, or at once if it has lost the
-    devices for it, and starts from its checkpoint with other devices; if it cannot start there, it returns to a size
-    that it can have.
-
-    `is_resized`: whether a cancellation was for another size. Raises as `execute`.
-    """
-    while True:
-        try:
-            return await execute(session)
-        except RunPaused as error:
-            if error.cause is not StopCause.RESIZE:
-                raise
-        except asyncio.CancelledError:
-            if not is_resized():
-                raise
-        except StaleOutbox:
-            raise
-        except Exception as error:
-            size = reporter.sizes.size
-            if is_stopping() or not reporter.sizes.refuse():
-                raise
-            what = f"the run could not start on {size} devices, and does not ask for as many again: {error}"
-            log.warning("%s", what)
-            reporter.put("message", level="warning", message=what)
-        reporter.sizes.part("start")
 
 
 IN_LOGS = "The traceback is in the run's logs."

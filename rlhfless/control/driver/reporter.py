@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.control.delivery import DriverState, PushAnswer
-from rlhfless.control.driver.run_sizes import RunSizes
+from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
 from rlhfless.control.driver.samples import SampleReader
 from rlhfless.control.driver.service_client import Outbox
 from rlhfless.control.lifecycle import Status
@@ -24,16 +23,18 @@ from rlhfless.control.objects import DeviceWork, FunctionUsage, ReplicaNow
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.protocols import NoDevices
 from rlhfless.orchestrator.base_run import BaseRun
-from rlhfless.orchestrator.host import DevicesWanted, Host, StopCause, Verdict
+from rlhfless.orchestrator.elastic_host import ElasticHost
+from rlhfless.orchestrator.host import DevicesWanted, StopCause, Verdict
 from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.run import RLRun
+from rlhfless.orchestrator.run_sizes import RunSizes
 from rlhfless.records import Experience, Holding, Invocation, ReplicaState, in_order
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.scaling.accounting import usage
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.telemetry.console import Console
-from rlhfless.telemetry.sinks import FOR_DEVICES, NO_SAMPLES, finite
+from rlhfless.telemetry.sinks import NO_SAMPLES, finite
 from rlhfless.util.text import storable
 
 RECENT_STEPS = 8
@@ -43,24 +44,21 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """Quantiles stored for each histogram. The page shows them as bands."""
 
 
-class Reporter(Host):
+class Reporter(ElasticHost):
     """Host, progress display and metric sink of a run. Everything is reported to the service."""
 
     def __init__(self, outbox: Outbox, console: Console, steps: int, devices_s: float) -> None:
+        super().__init__(console)
         self._outbox = outbox
-        self._console = console
         self._steps = steps
         self._devices_s = devices_s
         self._loop = asyncio.get_running_loop()
         self._answer: PushAnswer | None = None
         self._answered = asyncio.Event()
-        self._waits: list[tuple[str, float]] = []
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._done = 0
         self._reported_calls = 0
-        self._run: BaseRun | None = None
         self._wanted: DevicesWanted | None = None
-        self.sizes = RunSizes()
         self._held: Callable[[str], int] = lambda _: 0
         self._usage: UsageReporter | None = None
         self._status: Status | None = None
@@ -68,8 +66,6 @@ class Reporter(Host):
         """Special tokens of the policy's tokenizer."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to deliver."""
-        self.cancel: Callable[[StopCause | None], None] = lambda _: None
-        """Called to stop the run now. None cancels it for good."""
 
     # -- to the service
 
@@ -90,7 +86,7 @@ class Reporter(Host):
             left_s=sum(pace) / len(pace) * max(self._steps - self._done, 0) if pace else None,
             lease=None
             if wanted is None
-            else self.sizes.wanted(wanted, self._held(wanted.kind), self._steps - self._done),
+            else lease_of(self.sizes, wanted, self._held(wanted.kind), self._steps - self._done),
             replicas=[] if self._run is None else replicas_of(self._run),
             worked=[] if self._run is None else self._worked(self._run),
         )
@@ -120,18 +116,8 @@ class Reporter(Host):
             self.cancel(None)
         elif answer.desired_state != "run" and not self._done and self._status is not Status.RUNNING:
             self.cancel(StopCause.PAUSE if answer.desired_state == "pause" else StopCause.YIELD)
-        elif self.sizes.elastic and self._may_hold < self.sizes.size and self._is_blocked:
-            self.sizes.stops()
-            self.cancel(StopCause.RESIZE)  # some of its devices are lost, or another run's: it goes on with fewer
-
-    @property
-    def _is_blocked(self) -> bool:
-        """Whether the run waits for devices without which it cannot end its step: all replicas of a function start."""
-        if not any(what.startswith(FOR_DEVICES) for what, _ in self._waits):
-            return False
-        pools = [] if self._run is None else [pool.replicas() for pool in self._run.pools.values()]
-        starting = [all(each.state is ReplicaState.STARTING for each in replicas) for replicas in pools if replicas]
-        return any(starting) or not pools
+        else:
+            self._stop_if_blocked()  # some of its devices are lost, or another run's
 
     async def devices(self, wanted: DevicesWanted) -> int:
         """Wait until the service grants devices, and return their number. Raises NoDevices after
@@ -159,7 +145,6 @@ class Reporter(Host):
 
     @property
     def _may_hold(self) -> int:
-        """Number of devices with which the run can work now; 0 while it waits."""
         return self.sizes.among(self._granted) if self.sizes.elastic else self._granted
 
     @property
@@ -191,10 +176,7 @@ class Reporter(Host):
             self._usage.report_if_due(run.pools.values())
         desired_state = self._answer.desired_state if self._answer else "run"
         stop = {"pause": StopCause.PAUSE, "yield": StopCause.YIELD}.get(desired_state)
-        if stop is None and self.sizes.elastic and self._may_hold != self.sizes.size:
-            stop = StopCause.RESIZE
-            self.sizes.stops()
-        return Verdict(stop, self._actors())
+        return Verdict(stop or self._resize(), self._actors())
 
     def saved(self, checkpoints: Checkpoints) -> None:
         kept = checkpoints.all()
@@ -227,48 +209,28 @@ class Reporter(Host):
 
     # -- rlhfless.telemetry.sinks.RunProgress
 
-    def _works(self) -> None:
-        if took_s := self.sizes.works():
-            self.put("sized", devices=self.sizes.size, took_s=took_s)
-
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        if what.startswith("evaluating "):
-            self._works()
-        elif what.startswith("stopping "):
-            self.sizes.part("stop")
-        with self._shown(what), self._console.waiting(what):
-            yield
+    def changed(self, took_s: Mapping[str, float]) -> None:
+        self.put("sized", devices=self.sizes.size, took_s=dict(took_s))
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
         if what.startswith("step "):
             self.status(Status.RUNNING, "running")
-            self._works()
             what = f"{what} of {self._steps}"
-        with self._shown(what), self._console.stage(what):
+        with super().stage(what):
             yield
-
-    @contextmanager
-    def _shown(self, what: str) -> Iterator[None]:
-        entry = (what, time.monotonic())
-        self._waits.append(entry)
-        place = len(self._waits) - 1
-        try:
-            yield
-        finally:
-            if entry in self._waits:
-                self._waits.remove(entry)
-            else:  # the text was replaced meanwhile
-                del self._waits[place:]
 
     def resumed(self, step: int, attempt: int, earlier_s: float) -> None:
-        self._console.resumed(step, attempt, earlier_s)
+        super().resumed(step, attempt, earlier_s)
         self.put("resumed", step=step)
 
     def show(self, content: str) -> None:
-        self._console.show(content)
+        super().show(content)
         self.put("message", level="info", message=content)
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        self.put("message", level="warning", message=text)
 
     # -- rlhfless.telemetry.sinks.MetricSink
 
@@ -293,6 +255,22 @@ SHARE = 0.01
 
 FEWEST_S = 5.0
 """Minimum time between two usage reports."""
+
+
+def lease_of(sizes: RunSizes, wanted: DevicesWanted, held: int, steps_left: int) -> LeaseWanted:
+    """Return what the service is told of the devices of a run that holds so many."""
+    lease = LeaseWanted(
+        kind=wanted.kind,
+        minimum=wanted.minimum,
+        maximum=wanted.maximum,
+        unit=wanted.unit,
+        held=held,
+        tenants=wanted.tenants,
+    )
+    if not sizes.elastic:
+        return lease
+    changes = {"sizes": sizes.allowed, "seen_s": sizes.measured_s, "steps_left": steps_left, "change_s": sizes.change_s}
+    return lease.model_copy(update=changes | {"minimum": sizes.allowed[0], "maximum": sizes.allowed[-1]})
 
 
 def replicas_of(run: BaseRun) -> list[ReplicaNow]:

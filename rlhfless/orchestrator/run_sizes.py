@@ -1,4 +1,4 @@
-"""The sizes of an elastic run, as its driver sees them: the present one, measured steps, changes and what they cost."""
+"""The sizes of an elastic run as its process sees them: the present one, measured steps, changes and their cost."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections import defaultdict, deque
 from pathlib import Path
 from statistics import fmean
 
-from rlhfless.control.delivery import LeaseWanted
-from rlhfless.orchestrator.host import DevicesWanted
 from rlhfless.records import Decision
 from rlhfless.util.clock import unix_s
 from rlhfless.util.folders import replace_text
@@ -62,31 +60,20 @@ class RunSizes:
 
     def among(self, granted: int) -> int:
         """Return the largest size within a grant; 0 if none is."""
-        return max((size for size in self._sizes if size <= granted), default=0)
+        return max((size for size in self.allowed if size <= granted), default=0)
 
     @property
-    def _sizes(self) -> list[int]:
+    def allowed(self) -> list[int]:
+        """The sizes on offer at which the run has not failed to start."""
         return [size for size in self._offered if size not in self._refused] or list(self._offered)
 
-    def wanted(self, wanted: DevicesWanted, held: int, steps_left: int) -> LeaseWanted:
-        """Return what the service is told."""
-        lease = LeaseWanted(
-            kind=wanted.kind,
-            minimum=wanted.minimum,
-            maximum=wanted.maximum,
-            unit=wanted.unit,
-            held=held,
-            tenants=wanted.tenants,
-        )
-        if not self.elastic:
-            return lease
-        sizes = self._sizes
-        change_s = self._changes_s[-1] if self._changes_s else CHANGE_S
-        changes = {"sizes": sizes, "seen_s": self._measured_s, "steps_left": steps_left, "change_s": change_s}
-        return lease.model_copy(update=changes | {"minimum": sizes[0], "maximum": sizes[-1]})
+    @property
+    def change_s(self) -> float:
+        """Seconds that a change costs: those of the last one."""
+        return self._changes_s[-1] if self._changes_s else CHANGE_S
 
     @property
-    def _measured_s(self) -> dict[str, float]:
+    def measured_s(self) -> dict[str, float]:
         """Mean seconds per step, by size."""
         return {str(size): fmean(seconds) for size, seconds in self._seen_s.items() if seconds}
 
@@ -145,4 +132,4 @@ class RunSizes:
                 seen.clear()
             seen.append(step_s)
         if self._file is not None and self.elastic:
-            replace_text(self._file, json.dumps({"worked": self._worked, "seen_s": self._measured_s}))
+            replace_text(self._file, json.dumps({"worked": self._worked, "seen_s": self.measured_s}))
