@@ -120,6 +120,10 @@ CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.pol
         "environment.type")  # fmt: skip
 """Fields that may name user code."""
 
+ENVIRONMENT_CODE = (("command", "a program"), ("servers", "programs, or connects to hosts of its choice"),
+                    ("url", "hosts of its choice to play on"), ("id", "a module to import"))  # fmt: skip
+"""Keys of an environment that no service takes, and what they name. The `id` of a game may be `module:Game-v1`."""
+
 SCENARIO_FILES = frozenset({"path", "prices", "devices"})
 """Keys of a scenario that name a file if their value is a string."""
 
@@ -128,10 +132,10 @@ def code_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[
     """Return the code paths in a spec that the service does not allow. `values` are not validated yet."""
     places = [position for field in CODE for position in values_at(values, field.split("."))]
     problems = [problem for place, value in places for problem in _code(place, value, settings)]
-    for key, what in (("command", "a program"), ("servers", "programs, or connects to hosts of its choice")):
+    hint = "name a class of an allowed package that does it, as `environment.type`"
+    for key, what in ENVIRONMENT_CODE:
         for place, value in values_at(values, ["environment", key]):
-            if value:
-                hint = "name a class of an allowed package that does it, as `environment.type`"
+            if value and (key != "id" or ":" in str(value)):
                 problems.append(Problem(place, f"{shown(value)}: this service runs no spec that names {what}", hint))
     return problems
 

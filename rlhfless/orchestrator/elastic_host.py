@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from rlhfless.records import ReplicaState
 from rlhfless.scaling.sizes import SpeedCurve
 from rlhfless.scaling.sizing import SizedRun, divide
 from rlhfless.telemetry.sinks import FOR_DEVICES, NO_SAMPLES, RunProgress
+from rlhfless.util.clock import monotonic_s
 from rlhfless.util.tasks import is_stopping
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class ElasticHost(Host):
 
     @contextmanager
     def _shown(self, what: str) -> Iterator[None]:
-        entry = (what, time.monotonic())
+        entry = (what, monotonic_s())
         self._waits.append(entry)
         place = len(self._waits) - 1
         try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict, deque
 from pathlib import Path
 from statistics import fmean
 
 from rlhfless.records import Decision
-from rlhfless.util.clock import unix_s
+from rlhfless.util.clock import monotonic_s, unix_s
 from rlhfless.util.folders import replace_text
 
 SIZES_FILE = "sizes.json"
@@ -81,16 +80,16 @@ class RunSizes:
 
     def stops(self) -> None:
         """Note that the run saves its state and stops, to change its size."""
-        self._before, self._began_s = self.size, {"save": time.monotonic()}
+        self._before, self._began_s = self.size, {"save": monotonic_s()}
 
     def part(self, name: str) -> None:
         """Note that a part of the change begins: `stop` or `start`."""
         if self._before:
-            self._began_s[name] = time.monotonic()
+            self._began_s[name] = monotonic_s()
 
     def starts(self, size: int) -> None:
         """Note the size with which the run starts, or starts again."""
-        self.size, self._steps_here, self._starts_s = size, 0, time.monotonic()
+        self.size, self._steps_here, self._starts_s = size, 0, monotonic_s()
 
     def decision(self, step: int, reason: str) -> Decision | None:
         """Return the decision for the trace of a run that has started; None if it has the size of before."""
@@ -105,9 +104,9 @@ class RunSizes:
         start_s, self._starts_s = self._starts_s, None
         if not self._before:
             if start_s is not None and not self._changes_s:
-                self._changes_s.append(time.monotonic() - start_s)
+                self._changes_s.append(monotonic_s() - start_s)
             return None
-        names, times = [*self._began_s], [*self._began_s.values(), time.monotonic()]
+        names, times = [*self._began_s], [*self._began_s.values(), monotonic_s()]
         took_s = {f"{name}_s": after - at for name, at, after in zip(names, times, times[1:], strict=False)}
         self._changes_s.append(times[-1] - times[0])
         self._before, self._began_s = 0, {}

@@ -44,7 +44,7 @@ def test_the_end_of_a_run_in_its_log(
         raise error
 
     monkeypatch.setattr("rlhfless.control.driver.main.preflight", lambda _: PREPARED)
-    monkeypatch.setattr("rlhfless.control.driver.main.execute", ends)
+    monkeypatch.setattr("rlhfless.orchestrator.elastic_host.execute", ends)
     monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
     write_order(tmp_path, DriverOrder.model_validate(order_of(spec=RUN)))
     assert drive(tmp_path) == ENDED
@@ -88,7 +88,7 @@ def test_a_driver_names_what_has_changed_and_takes_what_was_allowed(
 
     monkeypatch.setattr("rlhfless.control.driver.main.preflight", lambda _: PREPARED)
     monkeypatch.setattr("rlhfless.control.driver.main.hold_inputs", hold)
-    monkeypatch.setattr("rlhfless.control.driver.main.execute", pauses)
+    monkeypatch.setattr("rlhfless.orchestrator.elastic_host.execute", pauses)
     monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
     write_order(tmp_path, DriverOrder.model_validate(order_of(spec=RUN)))
     drive(tmp_path)

@@ -31,7 +31,7 @@ WANTED = DevicesWanted("h100", 2, 8, 1, sizes=(2, 4, 8), present=8)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(run_sizes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run_sizes, "monotonic_s", lambda: now[0])
     return now
 
 

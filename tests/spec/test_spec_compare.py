@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlhfless.spec import CriticSpec, EnvironmentSpec, RunSpec
+from rlhfless.spec import CriticSpec, EnvironmentSpec, RunSpec, TeacherSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import MAY_DIFFER, check_resumable, differences
+from rlhfless.spec.teachers import MOST_TEACHERS
 
 VALUES: dict[str, Any] = {
     "model": {"path": "m"},
@@ -51,8 +52,10 @@ def test_what_makes_another_run_is_refused_by_name(changes: dict[str, Any], fiel
 
 
 def test_every_name_is_a_field() -> None:
-    with_all = SPEC.model_copy(update={"critic": CriticSpec(), "environment": EnvironmentSpec(type="my_env:Guess")})
+    environment, teacher = EnvironmentSpec(type="my_env:Guess"), TeacherSpec(name="big", path="big")
+    sections = {"critic": CriticSpec(), "environment": environment, "teachers": (teacher,) * MOST_TEACHERS}
+    with_all = SPEC.model_copy(update=sections)
     for name in MAY_DIFFER:
         value: Any = with_all
         for part in name.split("."):
-            value = getattr(value, part)
+            value = value[int(part)] if part.isdigit() else getattr(value, part)

@@ -113,6 +113,22 @@ def test_without_the_hub_names_are_refused(settings: ServiceSettings) -> None:
     assert wrong(closed) == {"model.path", "prompts.path"}
 
 
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({"type": "process", "command": ["sh", "-c", "id"]}, "command"),
+        ({"type": "mcp", "servers": ["http://169.254.169.254/mcp"]}, "servers"),
+        ({"type": "openenv", "url": "http://169.254.169.254"}, "url"),
+        ({"type": "gymnasium", "id": "os:Game-v1"}, "id"),
+    ],
+)
+def test_environments_name_no_programs_hosts_and_modules(
+    settings: ServiceSettings, environment: dict[str, Any], place: str
+) -> None:
+    assert wrong(settings, environment=environment) == {f"environment.{place}"}
+    assert wrong(settings, environment={"type": "gymnasium", "id": "FrozenLake-v1"}) == set()
+
+
 def test_code_is_refused_before_it_is_imported(settings: ServiceSettings, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "trap.py").write_text("import pathlib\npathlib.Path(__file__).with_suffix('.sprung').touch()")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -151,6 +167,8 @@ def test_every_field_that_sounds_like_a_file_is_marked() -> None:
     reason. It sounds like one by its name, or by what its docstring says of its text."""
     no_files = {
         "rewards.*.url",  # guarded when it is asked
+        "teachers.*.url",  # as well
+        "environment.url",  # no service takes it
         "output",  # the service's own
         "generation.engine.data_parallel_url",
         "name",  # part of a folder's name, of letters, digits and hyphens
