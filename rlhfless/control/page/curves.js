@@ -6,7 +6,7 @@ import { byName, duration, measured, number, usd } from "./format.js";
 /** Stages of a step, in their order, with their colours. */
 const STAGES = [
   ["sync_s", "weights", "slate"], ["generation_s", "generation", "blue"], ["scoring_s", "scoring", "amber"],
-  ["reference_s", "reference", "teal"], ["critic_s", "critic", "olive"], ["columns_s", "own columns", "sky"], ["learn_s", "learning", "violet"], ["checkpoint_s", "checkpoint", "rose"], ["overhead_s", "overhead", "grey"],
+  ["reference_s", "reference", "teal"], ["teacher_s", "teachers", "lilac"], ["critic_s", "critic", "olive"], ["columns_s", "own columns", "sky"], ["learn_s", "learning", "violet"], ["checkpoint_s", "checkpoint", "rose"], ["overhead_s", "overhead", "grey"],
 ];
 
 /** Colours of lines without a fixed colour; after the last colour, lines are dashed. */

@@ -6,13 +6,13 @@ import { byName, duration } from "./format.js";
 
 /** Kinds of work, in the order of the legend, with their colours. */
 const WORK = {
-  load_weights: ["loads weights", "slate"], generate: ["generates", "blue"], precompute: ["prefixes", "blue"], held_out: ["evaluates", "sky"], score: ["scores", "amber"], logprobs: ["reference", "teal"], values: ["critic computes values", "olive"], columns: ["own columns", "lilac"],
+  load_weights: ["loads weights", "slate"], generate: ["generates", "blue"], precompute: ["prefixes", "blue"], held_out: ["evaluates", "sky"], score: ["scores", "amber"], logprobs: ["reference", "teal"], taught: ["teachers", "lilac"], values: ["critic computes values", "olive"], columns: ["own columns", "lilac"],
   evaluate: ["old logprobs", "lilac"], critic_learn: ["critic learns", "olive"], learn: ["learns", "violet"], publish: ["publishes", "rose"], checkpoint: ["saves", "rose"], restore: ["restores", "rose"],
 };
 
-/** What a call did. Work of the same kind is named after the function that did it: a critic's pass is not the reference's. */
+/** What a call did. Work of the same kind is named after the function that did it: a critic's pass is not the reference's, which with adapters is the learner's. */
 function workOf({ function: name, work }) {
-  if (work === "logprobs" && name !== "reference") return name === "critic" ? "values" : "columns";
+  if (work === "logprobs" && !["reference", "learner"].includes(name)) return name === "critic" ? "values" : name.startsWith("teacher_") ? "taught" : "columns";
   return work === "learn" && name === "critic" ? "critic_learn" : work;
 }
 
