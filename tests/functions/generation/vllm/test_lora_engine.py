@@ -139,11 +139,12 @@ async def test_requests_in_flight_end_with_their_own_version(adapted: Adapted) -
     names = [f"old{number}" for number in range(4)]
     long = {"max_tokens": 400, "stop_token_ids": ()}
     old = [asyncio.create_task(adapted.engine.sample(request(name, seed=n, **long))) for n, name in enumerate(names)]
-    while not all(adapted.engine.progress().get(name) for name in names):
-        await asyncio.sleep(0.01)
     newer = adapted.publish(7, versions[7])
-    with pytest.raises(EngineBusy):
-        await adapted.engine.load(newer)
+    while not all(adapted.engine.progress().get(name) for name in names) and not any(task.done() for task in old):
+        await asyncio.sleep(0.01)
+    if not any(task.done() for task in old):  # the engine can be much faster than this process on a busy machine
+        with pytest.raises(EngineBusy):
+            await adapted.engine.load(newer)
     await adapted.load(newer, in_flight=True)
     new = await adapted.engine.sample(request("new"))
     assert off(adapted.merged(versions[7]), new) < TOLERANCE
@@ -159,7 +160,7 @@ async def test_all_slots_in_use(adapted: Adapted) -> None:
         await adapted.load(adapted.publish(step, adapted.tensors(step)), in_flight=True)
         name = f"at{step}"
         tasks.append(asyncio.create_task(adapted.engine.sample(request(name, max_tokens=900, seed=step))))
-        while not adapted.engine.progress().get(name):
+        while not adapted.engine.progress().get(name) and not tasks[-1].done():
             await asyncio.sleep(0.01)
     if sum(not task.done() for task in tasks) == SLOTS:
         with pytest.raises(EngineBusy, match="all 3 slots"):
