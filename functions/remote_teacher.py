@@ -130,6 +130,7 @@ class TeacherServer:
     async def logprobs(self, batch: PackedBatch) -> FloatArray:
         """Return the logprobs `[tokens]` of the generated tokens. Raises TeacherFailed."""
         values = np.zeros(len(batch.tokens), np.float32)
+        batch = batch.conversations  # the server reads each by itself, as the learner does
         starts, lengths = batch.starts, batch.lengths
         async with self._client() as client:
 

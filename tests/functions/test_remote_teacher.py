@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import threading
@@ -102,6 +103,18 @@ async def test_each_generated_token_gets_its_own_logprob(server: Server) -> None
         if path == "/v1/completions"
     }
     assert body == ("teacher", 1, 0)
+
+
+async def test_each_conversation_of_a_sequence_is_read_by_itself(server: Server) -> None:
+    client, batch = teacher(server), make_batch()
+    start = int(batch.starts[-1])
+    positions = batch.positions.copy()
+    positions[start + 1 :] -= 1  # the second token of the last prompt begins another conversation
+    await client.check(Tokenizer(), longest=63)
+    await client.logprobs(dataclasses.replace(batch, positions=positions))
+    asked = [body["prompt"] for path, body in server.asked if path == "/v1/completions"]
+    assert batch.tokens[start + 1 :].tolist() in asked
+    assert batch.tokens[start:].tolist() not in asked
 
 
 FAULTS = [
