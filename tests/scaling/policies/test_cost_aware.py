@@ -27,6 +27,7 @@ from rlhfless.scaling.policy import (
     Note,
     Policy,
     Release,
+    Serving,
     SlotView,
     Start,
     StepBegan,
@@ -212,6 +213,19 @@ def test_a_step_that_waited_for_its_actors_does_not_make_them_start_later() -> N
         actions = list(policy.decide(begin_s + 20, Generated(), view({}, 0)))
         policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), view({}, 0))
     again_s = 150 + 20 + 40 - 2
+    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, again_s)
+
+
+def test_an_actor_that_waited_for_its_weights_does_not_start_earlier_the_next_time() -> None:
+    """Actors are up when their step begins, and serve 10 s later, when its weights are loaded."""
+    policy = knowing(WeightedSpec(time_weight=1.0))
+    for begin_s in (0.0, 60.0, 120.0, 180.0):
+        actors = dealt(policy.decide(begin_s, StepBegan(), fresh()))
+        for slot in actors:
+            policy.decide(begin_s + 10, Serving(slot), fresh())
+        actions = list(policy.decide(begin_s + 20, Generated(), view({}, 0)))
+        policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), view({}, 0))
+    again_s = 180 + 20 + 40 - 2
     assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, again_s)
 
 

@@ -13,7 +13,7 @@ from statistics import NormalDist, median
 
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.policies.fleet import PolicyContext
-from rlhfless.scaling.policy import Action, Release, ReplicaSlot, Start
+from rlhfless.scaling.policy import Action, Release, Start
 
 WARM, STARTING, COLD = "warm", "starting", "cold"
 """Tiers of a slot, by how soon an actor there can work."""
@@ -67,7 +67,11 @@ class Recent:
 
 
 class StartTimes:
-    """Start times of replicas by kind of slot; the slot's own figure until one is measured."""
+    """Start times of replicas: the fleet's figures, which follow the run's starts, and the waits for devices.
+
+    A start is not timed until its replica serves: an actor that is up ahead of its step waits for the step's weights,
+    and would be started ever earlier.
+    """
 
     def __init__(self, again_s: Callable[[PolicyContext, int], float] = lambda *_: 0.0) -> None:
         """Initialise the estimates.
@@ -75,28 +79,19 @@ class StartTimes:
         `again_s` returns the seconds that a start at a slot waits for devices that the run has released.
         """
         self._again_s = again_s
-        self._seen: dict[tuple[str, str], Recent] = {}
         self._asked: dict[int, tuple[float, float]] = {}
         """By slot: when its start takes effect, and how long it waits for its devices."""
 
     def note_actions(self, now: PolicyContext, actions: Sequence[Action]) -> None:
-        """Record when starts take effect; replicas are timed from then on."""
+        """Record when starts take effect."""
         for action in actions:
             if isinstance(action, Release):
                 self._asked.pop(action.slot, None)
             elif isinstance(action, Start):
                 self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), self._waits_s(now, action.slot)
 
-    def measure(self, now: PolicyContext, slot: int) -> None:
-        """Measure the start of a replica that serves now."""
-        if slot in self._asked:
-            since_s, waits_s = self._asked.pop(slot)
-            replica_slot = now.layout.replica_slots[slot]
-            seen = self._seen.setdefault((str(replica_slot.function), replica_slot.kind), Recent())
-            seen.add(max(now.at_s - since_s - waits_s - now.view.fleet.load_s, 0.0))
-
     def forget(self, slot: int) -> None:
-        """Drop the start of a lost replica."""
+        """Drop the start of a replica that serves or is lost."""
         self._asked.pop(slot, None)
 
     def paid_s(self, now: PolicyContext, slot: int, passed_s: float) -> float:
@@ -109,7 +104,7 @@ class StartTimes:
         replica_slot = now.layout.replica_slots[slot]
         if now.view.slots[slot].state is ReplicaState.STARTING:
             since_s, waits_s = self._asked.get(slot, (now.at_s, 0.0))
-            return STARTING, max(since_s + waits_s + self.up_s(replica_slot) - now.at_s, 0.0)
+            return STARTING, max(since_s + waits_s + replica_slot.start_s - now.at_s, 0.0)
         return (WARM, 0.0) if now.awake(slot) else (COLD, self.start_s(now, slot))
 
     def until_serving_s(self, now: PolicyContext, slot: int) -> float:
@@ -120,15 +115,10 @@ class StartTimes:
 
     def start_s(self, now: PolicyContext, slot: int) -> float:
         """Return the seconds of a cold start, including the wait for devices, excluding the load of weights."""
-        return self._waits_s(now, slot) + self.up_s(now.layout.replica_slots[slot])
+        return self._waits_s(now, slot) + now.layout.replica_slots[slot].start_s
 
     def _waits_s(self, now: PolicyContext, slot: int) -> float:
         return max(now.layout.replica_slots[slot].reacquire_s, self._again_s(now, slot))
-
-    def up_s(self, replica_slot: ReplicaSlot) -> float:
-        """Return `start_s` without the wait for devices."""
-        seen = self._seen.get((str(replica_slot.function), replica_slot.kind))
-        return replica_slot.start_s if seen is None else seen.value
 
 
 class Spending:

@@ -54,7 +54,7 @@ def cheapest_idle_state(
     For `again_usd` see `HeldDevices.again_usd`.
     """
     replica_slot = now.layout.replica_slots[slot]
-    price, up_s = replica_slot.usd_per_s, starts.up_s(replica_slot)
+    price, up_s = replica_slot.usd_per_s, replica_slot.start_s
     late_s = starts.start_s(now, slot) - gap_s
     leave_usd = price * up_s + aim.delay_usd(late_s, waiting_usd_per_s(now)) + again_usd
     if price * gap_s <= leave_usd:

@@ -122,7 +122,7 @@ class CostAware:
                 self._generating.add(now.view.step)
                 return self._begin(now)
             case Serving(slot):
-                self._starts.measure(now, slot)
+                self._starts.forget(slot)
             case Heartbeat():
                 return self._heartbeat(now)
             case Lost(slot, samples):
