@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -22,20 +20,18 @@ from rlhfless.functions.base import CallResult, DeviceBinding, Function, Functio
 from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo
 from rlhfless.functions.launching import Launch, binding
 from rlhfless.records import FloatArray
-from rlhfless.rewards.endpoint import ForbiddenAddress, Guarded, retry_after_s
+from rlhfless.rewards.endpoint import Endpoint
+from rlhfless.rewards.protocol import Failed
 from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import ModelSpec, TeacherSpec
 from rlhfless.util.errors import UserError
 from rlhfless.util.tasks import gather_or_cancel
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Delay before the second attempt, doubled before each further one, and its limit."""
-
 CHECKED_TOGETHER = 1000
 """Tokens of the vocabulary that are compared in one request."""
 
-_BUSY = frozenset({408, 429})
+T = TypeVar("T")
 
 
 class TeacherFailed(UserError):
@@ -105,13 +101,14 @@ class TeacherServer:
     def __init__(self, teacher: TeacherSpec, hosts: Collection[str] | None = None) -> None:
         assert teacher.url is not None, "only teachers with a url have a server"
         self._teacher, self._url = teacher, teacher.url
-        self._hosts = hosts
-        self._limit = asyncio.Semaphore(teacher.concurrency)
+        self._endpoint = Endpoint(teacher, teacher.url, hosts, retries=None)
         self._model = ""
 
     async def check(self, tokenizer: Any, longest: int) -> None:
         """Check that the server has the policy's vocabulary, and room for `longest` tokens. Raises TeacherFailed."""
-        async with self._client() as client:
+        if problems := self._endpoint.problems():
+            raise self._failed("; ".join(problems), "give what is missing, and resume the run")
+        async with self._endpoint.client() as client:
             answer = await self._ask(client, "GET", "/v1/models", None, _first_model)
             self._model = answer["id"]
             room = answer.get("max_model_len")
@@ -132,7 +129,7 @@ class TeacherServer:
         values = np.zeros(len(batch.tokens), np.float32)
         batch = batch.conversations  # the server reads each by itself, as the learner does
         starts, lengths = batch.starts, batch.lengths
-        async with self._client() as client:
+        async with self._endpoint.client() as client:
 
             async def fill(sequence: int) -> None:
                 part = slice(starts[sequence], starts[sequence] + lengths[sequence])
@@ -156,8 +153,7 @@ class TeacherServer:
                 raise ValueError(f"a logprob is {odd}")
             return np.array([0.0, *found], np.float32)
 
-        result: FloatArray = await self._ask(client, "POST", "/v1/completions", body, read)
-        return result
+        return await self._ask(client, "POST", "/v1/completions", body, read)
 
     async def _same(self, client: httpx.AsyncClient, tokenizer: Any, tokens: Sequence[int]) -> bool:
         """Return whether the server reads the same text from these tokens as the policy's tokenizer."""
@@ -165,8 +161,7 @@ class TeacherServer:
 
     async def _text_of(self, client: httpx.AsyncClient, tokens: Sequence[int]) -> str:
         body = {"model": self._model, "tokens": list(tokens)}
-        text: str = await self._ask(client, "POST", "/detokenize", body, lambda answer: str(answer["prompt"]))
-        return text
+        return await self._ask(client, "POST", "/detokenize", body, lambda answer: str(answer["prompt"]))
 
     async def _difference(self, client: httpx.AsyncClient, tokenizer: Any, tokens: Sequence[int]) -> TeacherFailed:
         """Return the error for the first of these tokens that differs."""
@@ -178,44 +173,13 @@ class TeacherServer:
         what = f"{self._model!r} reads other tokens than the policy: its token {tokens[0]} is {theirs!r}, "
         return self._failed(f"{what}and the policy's is {ours!r}", "take a teacher with the policy's tokenizer")
 
-    def _client(self) -> httpx.AsyncClient:
-        token = os.environ.get(self._teacher.token_env or "")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        guard = None if self._hosts is None else Guarded(self._hosts)
-        return httpx.AsyncClient(headers=headers, timeout=self._teacher.timeout_s, transport=guard)
-
-    async def _ask(
-        self, client: httpx.AsyncClient, method: str, path: str, body: Any, read: Callable[[Any], Any]
-    ) -> Any:
-        """Return what `read` makes of an answer, asking again while the server is away, busy, or answers nonsense.
-
-        Raises TeacherFailed after `timeout_s`, or at once if the request itself is refused.
-        """
-        cause, pause_s = "", FIRST_PAUSE_S
-        until_s = time.monotonic() + self._teacher.timeout_s
-        async with self._limit:
-            while (left_s := until_s - time.monotonic()) > 0:
-                try:
-                    async with asyncio.timeout(left_s):
-                        reply = await client.request(method, self._url + path, json=body)
-                    if reply.is_success:
-                        return read(reply.json())
-                    cause = f"status {reply.status_code}: {reply.text[:200]!r}"
-                    if reply.status_code < 500 and reply.status_code not in _BUSY:
-                        raise self._failed(cause, "look at the server's log, and at token_env")
-                    pause_s = max(pause_s, retry_after_s(reply.headers.get("Retry-After", "")) or 0.0)
-                except ForbiddenAddress as error:
-                    raise self._failed(str(error), "name another address") from error
-                except (httpx.TimeoutException, TimeoutError):
-                    cause = cause or "no answer"  # of what was answered before
-                except httpx.HTTPError as error:
-                    cause = f"{type(error).__name__}: {error}"
-                except (ValueError, TypeError, LookupError) as error:
-                    cause = f"an answer of {path} that cannot be used: {type(error).__name__}: {error}"
-                await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S, max(until_s - time.monotonic(), 0.0)))
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        raise self._failed(f"no usable answer within timeout_s ({self._teacher.timeout_s:g} s); the last: {cause}",
-                           "start a vLLM server there, or raise timeout_s, and resume the run")  # fmt: skip
+    async def _ask(self, client: httpx.AsyncClient, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
+        """Return what `read` makes of an answer. Raises TeacherFailed."""
+        found = await self._endpoint.ask(client, method, path, body, lambda reply: read(reply.json()))
+        if isinstance(found, Failed):
+            hint = f"look at the server, at token_env and at timeout_s ({self._teacher.timeout_s:g} s)"
+            raise TeacherFailed(f"teacher {self._teacher.name!r} at {found.cause}; {hint}, and resume the run")
+        return found
 
     def _failed(self, what: str, hint: str) -> TeacherFailed:
         return TeacherFailed(f"teacher {self._teacher.name!r} at {self._url}: {what}; {hint}")

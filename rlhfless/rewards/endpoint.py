@@ -1,8 +1,8 @@
-"""Ask an HTTP endpoint with retries, a deadline per request, and a guard against forbidden addresses.
+"""Ask an HTTP endpoint with retries, a deadline, and a guard against forbidden addresses.
 
-In a service, `Guarded` keeps users' rewards away from the service's own machine and its cloud's metadata: the address
-is checked at the connection, so DNS rebinding gains nothing, and redirects are not followed. Private networks are
-allowed, because reward services of a cluster are there.
+In a service, `Guarded` keeps users' rewards and teachers away from the service's own machine and its cloud's metadata:
+the address is checked at the connection, so DNS rebinding gains nothing, and redirects are not followed. Private
+networks are allowed, because services of a cluster are there.
 """
 
 from __future__ import annotations
@@ -16,31 +16,45 @@ import math
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol, TypeVar
 
 import httpx
 
 from rlhfless.rewards.protocol import Failed, quote
-from rlhfless.spec import EndpointPart
 
-FIRST_PAUSE_S = 0.5
-"""Delay before the second attempt; doubled before each further attempt."""
+LEAST_PAUSE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5, 30.0
+"""Delay before the second attempt, doubled before each further one, and its limits."""
 
 _BUSY = frozenset({408, 429})
 
 # Longest wait that `Retry-After` is read as, in seconds: a century, so that no date overflows.
 _LONGEST_S = 3.2e9
 
+T = TypeVar("T")
+
+
+class Asked(Protocol):
+    """What a spec says about requests to an endpoint."""
+
+    @property
+    def token_env(self) -> str | None: ...
+    @property
+    def concurrency(self) -> int: ...
+    @property
+    def timeout_s(self) -> float: ...
+
 
 class Endpoint:
-    """The endpoint of a reward, asked by at most `spec.concurrency` requests at a time."""
+    """An endpoint, asked by at most `spec.concurrency` requests at a time."""
 
-    def __init__(self, spec: EndpointPart, url: str, hosts: Collection[str] | None) -> None:
-        """`hosts`: see ScoringSpec.http_hosts."""
+    def __init__(self, spec: Asked, url: str, hosts: Collection[str] | None, retries: int | None) -> None:
+        """`hosts`: see ScoringSpec.http_hosts. With `retries`, `timeout_s` is for each attempt; with None, for all
+        attempts of a request together, as many as there is time for."""
         self._spec = spec
         self._url = url
         self._hosts = hosts
+        self._attempts = math.inf if retries is None else retries + 1
         self._limit = asyncio.Semaphore(spec.concurrency)
         self._next_s = 0.0
         """When the endpoint may be asked again (monotonic clock): its `Retry-After` holds for all requests."""
@@ -61,33 +75,51 @@ class Endpoint:
         # httpx takes no proxy from the environment where a transport is given.
         return httpx.AsyncClient(headers=headers, timeout=self._spec.timeout_s, transport=guard)
 
-    async def post(self, client: httpx.AsyncClient, body: Any) -> httpx.Response | Failed:
-        """POST JSON until an attempt succeeds; the last cause if none does."""
+    async def ask(
+        self, client: httpx.AsyncClient, method: str, path: str, body: Any, read: Callable[[httpx.Response], T]
+    ) -> T | Failed:
+        """Return what `read` makes of an answer; the last cause if there is none.
+
+        Asks again while the endpoint is away or busy, or `read` raises ValueError, TypeError or LookupError.
+        """
         # ASCII, so that texts that are not valid Unicode can be sent.
-        content = json.dumps(body).encode("ascii")
+        content = None if body is None else json.dumps(body).encode("ascii")
+        most_s = self._spec.timeout_s
         async with self._limit:
-            cause, pause_s = "", 0.0
-            for attempt in range(self._spec.retries + 1):
-                await asyncio.sleep(max(pause_s, self._next_s - time.monotonic()))
-                pause_s = FIRST_PAUSE_S * 2**attempt
+            end_s = time.monotonic() + most_s if self._attempts == math.inf else math.inf
+            cause, attempt, wait_s, pause_s = "", 0, 0.0, FIRST_PAUSE_S
+            while attempt < self._attempts:
+                now_s = time.monotonic()
+                await asyncio.sleep(min(max(wait_s, self._next_s - now_s), max(end_s - now_s, 0.0)))
+                if (left_s := min(most_s, end_s - time.monotonic())) <= 0:
+                    break
+                attempt, wait_s, pause_s = attempt + 1, pause_s, min(2 * pause_s, LONGEST_PAUSE_S)
                 try:
                     # httpx limits each read only; a server that sends a byte now and then would never time out.
-                    async with asyncio.timeout(self._spec.timeout_s):
-                        reply = await client.post(self._url, content=content)
-                except (httpx.TimeoutException, TimeoutError):
-                    cause = f"no answer within timeout_s ({self._spec.timeout_s:g} s)"
-                except ForbiddenAddress as error:
-                    return self.failed(str(error), attempt + 1)
-                except httpx.HTTPError as error:
-                    cause = f"{type(error).__name__}: {error}"
-                else:
+                    async with asyncio.timeout(left_s):
+                        reply = await client.request(method, self._url + path, content=content)
                     if reply.is_success:
-                        return reply
+                        return read(reply)
                     cause, asked_s = self._refused(reply)
                     if asked_s == math.inf:
-                        return self.failed(cause, attempt + 1)
-                    pause_s = pause_s if asked_s is None else asked_s
-            return self.failed(cause, self._spec.retries + 1)
+                        break
+                    wait_s = wait_s if asked_s is None else max(asked_s, LEAST_PAUSE_S)
+                except (httpx.TimeoutException, TimeoutError):
+                    # The last attempt before `end_s` may be cut short; what was answered before says more.
+                    if not cause or left_s == most_s:
+                        cause = f"no answer within timeout_s ({most_s:g} s)"
+                except ForbiddenAddress as error:
+                    cause = str(error)
+                    break
+                except httpx.HTTPError as error:
+                    cause = f"{type(error).__name__}: {error}"
+                except (ValueError, TypeError, LookupError) as error:
+                    cause = f"an answer that cannot be used: {type(error).__name__}: {error}"
+            return self.failed(cause, attempt)
+
+    async def post(self, client: httpx.AsyncClient, body: Any) -> httpx.Response | Failed:
+        """POST JSON; return the answer, or the last cause if there is none."""
+        return await self.ask(client, "POST", "", body, lambda reply: reply)
 
     def failed(self, cause: str, attempts: int = 1) -> Failed:
         """Return the failure of a request, with the URL."""
@@ -181,7 +213,7 @@ def _refused(host: str, addresses: Iterable[Address]) -> str:
     for address in addresses:
         if why := forbidden(address):
             name = f"{host} ({why})" if host == str(address) else f"{host} is {address} ({why})"
-            return f"{name}: HTTP rewards may not reach it; the operator of the service can allow it by host and port"
+            return f"{name}: a run may not reach it; the operator of the service can allow it by host and port"
     return ""
 
 

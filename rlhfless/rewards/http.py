@@ -38,7 +38,7 @@ class HttpReward:
     def __init__(self, spec: HttpSpec, hosts: Collection[str] | None = None) -> None:
         """`hosts`: see ScoringSpec.http_hosts."""
         self._spec = spec
-        self._endpoint = Endpoint(spec, spec.url, hosts)
+        self._endpoint = Endpoint(spec, spec.url, hosts, spec.retries)
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Check the token, the URL and the columns, without asking the endpoint."""

@@ -65,7 +65,7 @@ class Judge:
     def __init__(self, spec: JudgeSpec, hosts: Collection[str] | None = None) -> None:
         """`hosts`: see ScoringSpec.http_hosts."""
         self._spec = spec
-        self._endpoint = Endpoint(spec, f"{spec.url.rstrip('/')}/chat/completions", hosts)
+        self._endpoint = Endpoint(spec, f"{spec.url.rstrip('/')}/chat/completions", hosts, spec.retries)
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:

@@ -131,8 +131,8 @@ class EndpointPart(RewardPart):
     timeout_s: Duration = 30.0
     """Timeout of one request in seconds, and the longest `Retry-After` that is honored."""
     retries: Annotated[int, Field(ge=0, le=20)] = 3
-    """Retries after a connection failure, a timeout, or status 408, 429 or 5xx. Delays are 0.5, 1, 2, ... s, or the
-    response's `Retry-After`."""
+    """Retries after a connection failure, a timeout, or status 408, 429 or 5xx. Delays are 0.5, 1, 2, ... s, at
+    most 30 s, or the response's `Retry-After`, at least 0.1 s."""
 
     @field_validator("url")
     @classmethod

@@ -69,7 +69,7 @@ def test_an_address_that_no_reward_may_reach_is_refused_at_once(
     ):
         error = refused(client.post(f"/v1/{path}", json=body))
         assert error["param"] == "rewards.0.url"
-        assert "HTTP rewards may not reach it" in error["message"]
+        assert "a run may not reach it" in error["message"]
     assert (drivers.orders, listener.connections) == ([], 0)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ class Server(ThreadingHTTPServer):
         self.faults: list[tuple[int, str]] = []
         """Answers (status, body) given first."""
         self.asked: list[tuple[str, Any]] = []
+        self.delay_s = 0.0
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -59,6 +61,7 @@ class Answers(BaseHTTPRequestHandler):
             status, text = self.server.faults.pop()
             self._send(status, text)
             return
+        time.sleep(self.server.delay_s)
         tokens = body["prompt"]
         pairs = itertools.pairwise(tokens)
         given = [{str(token): {"logprob": logprob(token, before), "rank": 1}} for before, token in pairs]
@@ -128,7 +131,7 @@ FAULTS = [
 
 
 async def test_a_server_that_recovers_is_asked_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhfless.functions.remote_teacher.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("rlhfless.rewards.endpoint.FIRST_PAUSE_S", 0.001)
     client, batch = teacher(server), make_batch()
     await client.check(Tokenizer(), longest=63)
     server.faults = list(FAULTS)
@@ -141,8 +144,8 @@ async def test_a_server_that_stays_broken_ends_the_run_and_gives_no_value(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = itertools.count()
-    monkeypatch.setattr("rlhfless.functions.remote_teacher.time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    monkeypatch.setattr("rlhfless.functions.remote_teacher.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("rlhfless.rewards.endpoint.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr("rlhfless.rewards.endpoint.FIRST_PAUSE_S", 0.001)
     client = teacher(server, timeout_s=60.0)
     await client.check(Tokenizer(), longest=63)
     server.faults = [(500, "broken")] * 100_000
@@ -152,6 +155,22 @@ async def test_a_server_that_stays_broken_ends_the_run_and_gives_no_value(
     server.faults = [(400, "no such model")] * 100
     with pytest.raises(TeacherFailed, match="status 400: 'no such model'"):
         await client.logprobs(make_batch())
+
+
+async def test_a_turn_to_ask_is_waited_for_beyond_the_time_of_a_request(server: Server) -> None:
+    server.delay_s = 0.2
+    batch = make_batch()
+    assert batch.sequences > 2 * 2, "more than two rounds of requests"
+    client = teacher(server, timeout_s=0.5)
+    await client.check(Tokenizer(), longest=63)
+    assert (await client.logprobs(batch))[batch.response_mask].all()
+
+
+async def test_a_token_that_is_not_there_is_told_before_the_first_request(server: Server) -> None:
+    spec = TeacherSpec(name="big", url=server.url, token_env="TOKEN_THAT_IS_NOT_SET")
+    with pytest.raises(TeacherFailed, match="variable 'TOKEN_THAT_IS_NOT_SET' is not set"):
+        await TeacherServer(spec).check(Tokenizer(), longest=63)
+    assert not server.asked
 
 
 async def test_other_tokens_are_refused_with_the_first_one(server: Server) -> None:

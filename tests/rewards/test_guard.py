@@ -130,7 +130,7 @@ async def test_one_forbidden_address_among_several_is_enough(monkeypatch: pytest
 
 
 def test_a_forbidden_address_is_told_before_a_run() -> None:
-    assert refusal("http://127.0.0.1:8080/score", ()).startswith("127.0.0.1 (loopback): HTTP rewards may not reach it")
+    assert refusal("http://127.0.0.1:8080/score", ()).startswith("127.0.0.1 (loopback): a run may not reach it")
     assert "localhost is " in refusal("http://localhost/score", ())
     assert refusal("http://127.0.0.1:8080/score", ("127.0.0.1:8080",)) == ""
     assert refusal("http://10.0.0.1/score", ()) == ""
