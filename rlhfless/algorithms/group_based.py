@@ -60,21 +60,21 @@ def group_advantages(rewards: FloatLike, group_id: IntArray, *, normalize_std: b
     divided. Groups of one sample or of equal rewards carry no signal: their advantages are exactly 0.
     """
     values = centred(rewards, group_id)
-    return (values / (group_std(values, group_id) + STD_FLOOR) if normalize_std else values).astype(np.float32)
+    return (values / _divisor(values, group_id) if normalize_std else values).astype(np.float32)
 
 
-def _scale(values: Float64Array, group_id: IntArray) -> Float64Array:
-    """Return what centred rewards are multiplied by, `[sequences]`; 0 in a group without a signal."""
-    std = group_std(values, group_id)
-    return np.asarray(np.where(std > 0, 1 / (std + STD_FLOOR), 0))
+def _divisor(centred_rewards: Float64Array, group_id: IntArray) -> Float64Array:
+    """Return what rewards are divided by, `[sequences]`; infinity in a group without a signal."""
+    std = group_std(centred_rewards, group_id)
+    return np.asarray(np.where(std > 0, std + STD_FLOOR, np.inf))
 
 
-def less_earned(batch: PackedBatch, advantages: FloatArray, settings: ComparedSpec, scale: FloatLike) -> FloatArray:
+def less_earned(batch: PackedBatch, advantages: FloatArray, settings: ComparedSpec, divisor: FloatLike) -> FloatArray:
     """Subtract from `advantages` [tokens] what earlier turns have earned, if the settings want returns of turns.
-    `scale`: what rewards are multiplied by, `[sequences]`."""
+    `divisor`: what rewards are divided by, `[sequences]`."""
     if not settings.turn_returns or batch.earned is None:
         return advantages
-    less: FloatArray = (advantages - batch.earned * batch.spread(np.asarray(scale))).astype(np.float32)
+    less: FloatArray = (advantages - batch.earned * batch.spread(1 / np.asarray(divisor))).astype(np.float32)
     return less
 
 
@@ -112,8 +112,8 @@ class GroupRelative(Generic[S]):
         settings, groups = self._settings, batch.sequence_groups
         rewards = rewards_with_kl(batch, settings.kl)
         values = batch.spread(group_advantages(rewards, groups, normalize_std=settings.normalize_std))
-        scale = _scale(centred(rewards, groups), groups) if settings.normalize_std else np.ones(batch.sequences)
-        return less_earned(batch, values, settings, scale)
+        divisor = _divisor(centred(rewards, groups), groups) if settings.normalize_std else np.ones(batch.sequences)
+        return less_earned(batch, values, settings, divisor)
 
 
 class GRPO(GroupRelative[GRPOSpec], ClippedLoss[GRPOSpec]):
