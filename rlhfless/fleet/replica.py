@@ -168,10 +168,12 @@ class Replica:
         log.info("%s loads weights by %s", self.name, transport)
         self._recorder.add_decision(Decision(call.step, unix_s(), TRANSPORT, self.name, {"transport": transport}))
 
-    def mark_adopted(self, handle: Handle, info: ReplicaInfo) -> None:
-        """Adopt a replica of an earlier driver as STALE; it is billed from here on."""
+    def mark_adopted(self, handle: Handle, info: ReplicaInfo, since_s: float | None) -> None:
+        """Adopt a replica of an earlier attempt as STALE. It is billed since `since_s`, the end of its last recorded
+        holding; None bills it from here on."""
         self._handle, self.info = handle, info
-        self._life = Lifecycle(self._identity(info.incarnation), unix_s(), ReplicaState.STALE)
+        began_s = unix_s() if since_s is None else since_s
+        self._life = Lifecycle(self._identity(info.incarnation), began_s, ReplicaState.STALE)
         self._record(())
 
     def ask(self, version: WeightVersion) -> None:

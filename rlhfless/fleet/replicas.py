@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,14 +172,15 @@ class Replicas:
 
     # -- adoption
 
-    async def adopt(self, names: Sequence[str], call: Call) -> None:
-        """Adopt replicas of an earlier driver of the run; stop replicas with other settings."""
+    async def adopt(self, names: Sequence[str], call: Call, held_until_s: Mapping[str, float]) -> None:
+        """Adopt replicas of an earlier attempt of the run; stop those with other settings or on devices that the run no
+        longer has. `held_until_s`: end of the last recorded holding, by incarnation."""
         prefix = self._name("")
         of_run = [name for name in names if name.startswith(prefix)]
         self._launches = max([int(name.removeprefix(prefix)) + 1 for name in of_run], default=self._launches)
-        await gather_or_cancel(*(self._adopt(name, call) for name in of_run))
+        await gather_or_cancel(*(self._adopt(name, call, held_until_s) for name in of_run))
 
-    async def _adopt(self, name: str, call: Call) -> None:
+    async def _adopt(self, name: str, call: Call, held_until_s: Mapping[str, float]) -> None:
         handle = self._cluster.handle(name)
         try:
             reply = await asyncio.wait_for(handle.call("describe", call), PROBE_S)
@@ -195,11 +196,11 @@ class Replicas:
                 continue
             if settings_key(self._blueprint.settings(bound)) == info.settings_key:
                 replica = self._new(name, slot)
-                replica.mark_adopted(handle, info)
+                replica.mark_adopted(handle, info, held_until_s.get(info.incarnation))
                 self._devices.add_user(allocation, name, replica.give_up)
                 log.info("adopted %s of an earlier attempt", name)
                 return
-        log.info("%s of an earlier attempt has other settings; stopping it", name)
+        log.info("%s of an earlier attempt has other settings or devices; stopping it", name)
         await self._cluster.delete([name])
 
     # -- lost replicas

@@ -36,7 +36,7 @@ from rlhfless.fleet.reservations import (
 )
 from rlhfless.functions.calls import Call, StaleCall
 from rlhfless.scaling.latency.devices import NODE_LABEL
-from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, HeldGroup, Node, Placement
 from rlhfless.scaling.prices import Acquired, fitting
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import FOR_DEVICES
@@ -75,7 +75,8 @@ class RunDevices:
     ) -> None:
         """`priority`: rank of the run among runs that share devices. `shown` shows the status of a wait."""
         self._cluster = cluster
-        self._placement = placement
+        self.placement = placement
+        """Set before the first device is acquired: that of an elastic run depends on what it holds."""
         self._call = call
         self.timeouts = spec.timeouts
         self._lease_s = spec.recovery.lease_s
@@ -106,7 +107,7 @@ class RunDevices:
         """Acquire devices for `user` until `release`, and return the allocation with its devices bound. `lost` is
         called if they are lost. Raises NoDevices after `timeouts.devices_s`, or StaleCall if a newer attempt of the run
         has replaced this one."""
-        groups = self._placement.groups_of(allocation)
+        groups = self.placement.groups_of(allocation)
         for group in groups:
             taken = self._taken.setdefault(group.name, _Taken())
             taken.users[user] = lost
@@ -162,17 +163,17 @@ class RunDevices:
 
     def held(self, kind: str) -> int:
         """Count the devices of a kind that replicas of the run hold or wait for."""
-        return sum(len(group.devices) for group in self._placement.groups if group.name in self._taken
+        return sum(len(group.devices) for group in self.placement.groups if group.name in self._taken
                    and group.kind == kind)  # fmt: skip
 
     def bound(self, allocation: Allocation) -> Allocation | None:
         """Return the allocation with its devices bound; None if the run does not hold them."""
-        groups = self._placement.groups_of(allocation)
+        groups = self.placement.groups_of(allocation)
         return self._bound(allocation) if all(map(self._holds, groups)) else None
 
     def _bound(self, allocation: Allocation) -> Allocation:
         devices: dict[str, Device] = {}
-        for group in self._placement.groups_of(allocation):
+        for group in self.placement.groups_of(allocation):
             taken = self._taken.get(group.name)
             if taken is None or taken.held is None:
                 raise NoDevices(f"devices {group.name} were lost as soon as they were there")
@@ -182,18 +183,18 @@ class RunDevices:
     def must_come(self, allocation: Allocation) -> bool:
         """Return whether a replica there would wait for a new node. Uses the free devices as of the last `look`."""
         return any(group.name in self._to_come and not self._holds(group) for group in
-                   self._placement.groups_of(allocation))  # fmt: skip
+                   self.placement.groups_of(allocation))  # fmt: skip
 
     def places(self, allocation: Allocation) -> list[str]:
         """Return the cluster-wide names of an allocation's devices, equal for all runs; empty if not held."""
-        groups = self._placement.groups_of(allocation)
+        groups = self.placement.groups_of(allocation)
         held = [self._taken[group.name].held for group in groups if self._holds(group)]
         return [f"{each.address} {allocation.devices[0].kind} {number}" for each in held if each is not None
                 for number in each.local_ids]  # fmt: skip
 
     def reservations_of(self, allocations: Sequence[Allocation]) -> dict[str, str]:
         """Return the reservation ids of the groups of these allocations that the run holds, by group."""
-        groups = {group.name for each in allocations for group in self._placement.groups_of(each)}
+        groups = {group.name for each in allocations for group in self.placement.groups_of(each)}
         return {name: taken.held.reservation for name, taken in self._taken.items() if name in groups and taken.held}
 
     def _holds(self, group: DeviceGroup) -> bool:
@@ -201,7 +202,7 @@ class RunDevices:
 
     async def look(self) -> None:
         """Refresh the free devices, for `must_come`."""
-        missing = [group for group in self._placement.groups if not self._holds(group)]
+        missing = [group for group in self.placement.groups if not self._holds(group)]
         nodes = await self._cluster.nodes("") if missing else ()
         self._to_come = frozenset(group.name for group in missing) - fitting(missing, nodes)
 
@@ -279,17 +280,27 @@ class RunDevices:
         for lost in list(taken.users.values()):
             lost(f"its devices ({group}) are lost: what held them has died")
 
-    async def adopt(self) -> None:
-        """Adopt the devices of an earlier driver of the run. `settle` releases those without a replica."""
+    async def _held_before(self) -> dict[str, tuple[Demand, Held]]:
+        """Return the groups that the run's earlier attempt holds, by name."""
         self._manager = await asyncio.to_thread(existing_manager, self._manager_name)
         if self._manager is None:
-            return
+            return {}
         try:
-            left = await self.ask("held", SAY_S)
+            held: dict[str, tuple[Demand, Held]] = await self.ask("held", SAY_S)
         except FleetError as error:
             log.warning("devices of an earlier attempt not adopted: %s", error)
-            return
-        for group in self._placement.groups:
+            return {}
+        return held
+
+    async def held_groups(self) -> list[HeldGroup]:
+        """Return the groups that the run's earlier attempt holds."""
+        held = await self._held_before()
+        return [HeldGroup(name, at.node, demand.kind, demand.devices) for name, (demand, at) in held.items()]
+
+    async def adopt(self) -> None:
+        """Adopt the devices of an earlier attempt of the run. `settle` releases those without a replica."""
+        left: dict[str, Any] = {**await self._held_before()}
+        for group in self.placement.groups:
             demand, held = left.pop(group.name, (None, None))
             if held is not None and _demand(group, ()).is_met_by(demand):
                 self._taken[group.name] = _Taken(held=held)
@@ -297,7 +308,7 @@ class RunDevices:
 
     def add_user(self, allocation: Allocation, user: str, lost: Lost) -> None:
         """Record that `user`, such as a replica of an earlier driver, uses these devices, where the run holds them."""
-        for group in self._placement.groups_of(allocation):
+        for group in self.placement.groups_of(allocation):
             if group.name in self._taken:
                 self._taken[group.name].users[user] = lost
 
@@ -305,7 +316,7 @@ class RunDevices:
         """Release devices of an earlier driver that no replica uses."""
         if self._manager is not None:
             await self.release()
-            unused = [group.name for group in self._placement.groups if group.name not in self._taken]
+            unused = [group.name for group in self.placement.groups if group.name not in self._taken]
             await self._give_back([*unused, *self._left_over])
 
     async def close(self) -> None:

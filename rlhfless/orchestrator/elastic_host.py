@@ -41,6 +41,10 @@ class ElasticHost(Host):
         """Called to stop the run now. None cancels it for good."""
 
     @property
+    def changes_size(self) -> bool:
+        return self.sizes.stopping
+
+    @property
     def _may_hold(self) -> int:
         """Number of devices with which the run can work now; 0 while it waits."""
         raise NotImplementedError

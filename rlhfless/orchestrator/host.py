@@ -83,6 +83,11 @@ class Host:
     watches_nodes = False
     """Whether an elastic run shows the host its nodes (`look`). A service watches them itself."""
 
+    @property
+    def changes_size(self) -> bool:
+        """Whether the run stops to start again with another number of devices; its engines then stay."""
+        return False
+
     async def devices(self, wanted: DevicesWanted) -> int:
         """Wait until the run may acquire the minimum, or one of its sizes; return the number of devices that it may
         acquire now. Raises FleetError on timeout."""

@@ -126,8 +126,13 @@ engine's error states the cause, while the driver's timeout would not."""
 TOKEN_FILE = "store.token"
 
 
-def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: str, run_folder: Path) -> Launch:
-    """Return the settings with which a run's functions are launched. Raises TransportRefused."""
+def launch_of(
+    spec: RunSpec, prepared: Prepared, placement: Placement, run_id: str, run_folder: Path, kv_bytes: int | None = None
+) -> Launch:
+    """Return the settings with which a run's functions are launched. Raises TransportRefused.
+
+    `kv_bytes`: see Session.
+    """
     shape, tokens = prepared.shape, prepared.max_model_len
     home, cache = store_folders(spec, run_id)
     transport = transport_of(spec, placement)
@@ -150,7 +155,7 @@ def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: s
             READER_SHARE * spec.timeouts.sync_s,
         ),
         planned_bytes=lambda kind: planned(spec, shape, kind, tokens),
-        kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
+        kv_bytes=lambda kind: kv_bytes or shared_kv_bytes(spec, shape, kind),
     )
 
 

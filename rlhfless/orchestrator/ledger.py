@@ -179,6 +179,10 @@ class Ledger:
         """Return the closed holdings and the calls of all attempts, for the run's bill."""
         return list(self._holdings), list(self._invocations)
 
+    def held_until_s(self) -> dict[str, float]:
+        """Return the end of the last holding of each incarnation, in unix time."""
+        return {each.incarnation: each.end_s for each in sorted(self._holdings, key=attrgetter("end_s"))}
+
     def calls_since(self, at_s: float) -> list[Invocation]:
         """Return the calls of all attempts that ended after `at_s` (unix time)."""
         return [call for call in self._invocations if call.end_s > at_s]

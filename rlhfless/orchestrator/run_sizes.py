@@ -34,6 +34,8 @@ class RunSizes:
         """Devices that the run has, or starts with; 0 before it has any."""
         self._before = 0
         """Size before the change under way; 0 without one."""
+        self.stopping = False
+        """Whether the run stops to change its size."""
         self._worked = 0
         """Size of the last step, also of earlier drivers; 0 before the first."""
         self._seen_s: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT_STEPS))
@@ -80,7 +82,7 @@ class RunSizes:
 
     def stops(self) -> None:
         """Note that the run saves its state and stops, to change its size."""
-        self._before, self._began_s = self.size, {"save": monotonic_s()}
+        self._before, self._began_s, self.stopping = self.size, {"save": monotonic_s()}, True
 
     def part(self, name: str) -> None:
         """Note that a part of the change begins: `stop` or `start`."""
@@ -89,7 +91,7 @@ class RunSizes:
 
     def starts(self, size: int) -> None:
         """Note the size with which the run starts, or starts again."""
-        self.size, self._steps_here, self._starts_s = size, 0, monotonic_s()
+        self.size, self._steps_here, self._starts_s, self.stopping = size, 0, monotonic_s(), False
 
     def decision(self, step: int, reason: str) -> Decision | None:
         """Return the decision for the trace of a run that has started; None if it has the size of before."""

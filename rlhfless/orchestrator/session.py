@@ -38,7 +38,7 @@ from rlhfless.orchestrator.start_run import start_run, stop_functions
 from rlhfless.orchestrator.supervised import SupervisedRun
 from rlhfless.orchestrator.token_batches import TokenBatches
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding
-from rlhfless.planning.inputs import DeviceCount, devices_of
+from rlhfless.planning.inputs import DeviceCount, devices_of, shared_kv_bytes
 from rlhfless.planning.preflight import Prepared
 from rlhfless.planning.resolve import resolve
 from rlhfless.planning.sizes import fitting_sizes
@@ -50,7 +50,7 @@ from rlhfless.records.ledger import JOURNAL_FILE as JOURNAL_FILE
 from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.function_specs import name_of, place_run, publisher_of
-from rlhfless.scaling.placement import Node
+from rlhfless.scaling.placement import NO_PLACEMENT, Node, Placement, with_held
 from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
@@ -79,6 +79,9 @@ class Session:
     """Rank of the run among those that share devices."""
     granted: int = 0
     """Devices that the host has granted to an elastic run; 0 before, and for other runs."""
+    kv_bytes: int | None = None
+    """KV cache of an elastic run's engines on shared GPUs, which is the same at all of its sizes so that engines can
+    stay; None for other runs, or if it is not planned."""
 
     @property
     def spec(self) -> RunSpec:
@@ -133,7 +136,7 @@ async def _on_cluster(session: Session, cluster: Cluster) -> Session:
     Raises PlacementError if there are no devices, InputError if the run does not fit on them, and FleetError if an
     elastic run waits for its devices for too long.
     """
-    spec, prepared, granted = session.spec, session.prepared, 0
+    spec, prepared, granted, kv_bytes = session.spec, session.prepared, 0, None
     nodes = await cluster.nodes(spec.placement.kind)
     on: Sequence[Node] | DeviceCount = nodes
     if spec.placement.size_range is not None:
@@ -145,12 +148,14 @@ async def _on_cluster(session: Session, cluster: Cluster) -> Session:
         wanted = DevicesWanted(devices.kind, sizes[0], sizes[-1], unit=1, sizes=sizes, present=present)
         granted = await session.host.devices(wanted)
         on = replace(devices, count=granted)
+        planned = [shared_kv_bytes(each.asked.spec, prepared.shape, devices.kind) for each in fitting if each.asked]
+        kv_bytes = min(filter(None, planned), default=None)
     resolved = resolve(spec, on, prepared.max_model_len)
     if problems := resolved.problems(prepared.shape):
         raise InputError("the run cannot start on this cluster", problems)
     if not granted:  # an elastic run resumes with its sizes, on the devices that are there then
         (session.folder / SPEC_FILE).write_text(resolved_yaml(resolved.spec), "utf-8")
-    return replace(session, prepared=prepared.on(resolved), granted=granted)
+    return replace(session, prepared=prepared.on(resolved), granted=granted, kv_bytes=kv_bytes)
 
 
 def _ledger(session: Session, prices: PriceBook, attempt: int, earlier: Trace | None) -> Ledger:
@@ -166,14 +171,13 @@ async def _fleet(
 ) -> AsyncIterator[tuple[BaseRun, int]]:
     spec = session.spec
     call = Call(session.run_id, journal.attempt, 0)
-    nodes = await cluster.nodes(spec.placement.kind)
-    placement = place_run(spec, nodes)
+    devices = RunDevices(cluster, NO_PLACEMENT, call, spec, session.priority, session.console.stage)
+    nodes, placement = await _placed(session, cluster, devices)
     folders = store_folders(spec, session.run_id)
     if spec.placement.ray_address:  # preflight has checked this machine
         await require_room(spec, session.prepared, placement, nodes, folders)
-    devices = RunDevices(cluster, placement, call, spec, session.priority, session.console.stage)
     devices.acquired = ledger.add_acquired
-    launch = launch_of(spec, session.prepared, placement, session.run_id, session.folder)
+    launch = launch_of(spec, session.prepared, placement, session.run_id, session.folder, session.kv_bytes)
     if not session.granted:
         await session.host.devices(devices_wanted(spec, placement))
     by_name, turns = pools_of(launch, call, cluster, ledger, placement, devices)
@@ -204,8 +208,22 @@ async def _fleet(
             with session.console.waiting("stopping all functions"):
                 if is_stopping():
                     ledger.keep_up(pools, 0.0)  # the stop may be cut short
-                await to_the_end(_stop(pools, devices))
+                stay = session.host.changes_size
+                await to_the_end(_stop(pools, devices, engines_stay=stay))
+                if stay:
+                    ledger.keep_up(pools, 0.0)  # until the run adopts them
                 await to_the_end(_remove(folders, cluster, everywhere=bool(spec.placement.ray_address)))
+
+
+async def _placed(session: Session, cluster: Cluster, devices: RunDevices) -> tuple[Sequence[Node], Placement]:
+    """Return the nodes and the run's placement on them, and set the latter. An elastic run prefers devices that it
+    holds."""
+    nodes, held = await cluster.nodes(session.spec.placement.kind), None
+    if session.granted:
+        held = await devices.held_groups()
+        nodes = with_held(nodes, held)
+    devices.placement = place_run(session.spec, nodes, held)
+    return nodes, devices.placement
 
 
 def _run_of(
@@ -250,9 +268,14 @@ async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool
     await asyncio.to_thread(remove_folders, names)
 
 
-async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
+async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices, *, engines_stay: bool) -> None:
+    """Stop all functions, and release their devices. `engines_stay`: except generation actors that are up; the run
+    adopts those whose devices it keeps when it starts with its new size."""
+    if engines_stay:
+        await stop_functions(pools, [pool for pool in pools if pool.kind.role is not FunctionRole.SAMPLES])
+        return
     try:
-        await stop_functions(pools)
+        await stop_functions(pools, pools)
     finally:
         await devices.close()
 
@@ -261,7 +284,8 @@ async def _begin(session: Session, run: BaseRun, cluster: Cluster, devices: RunD
     """Start the fleet, and return the first step."""
     left = await cluster.running(f"{run.run_id}-")
     await devices.adopt()
-    await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools.values()))
+    held_until_s = run.ledger.held_until_s()
+    await gather_or_cancel(*(pool.adopt(left, run.call(0), held_until_s) for pool in run.pools.values()))
     await devices.settle()
     await gather_or_cancel(*(each.put_all_to_sleep(run.call(0)) for each in turns))
     return await start_run(run, session.console)

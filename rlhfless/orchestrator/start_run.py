@@ -35,10 +35,10 @@ async def start_run(run: BaseRun, console: RunProgress) -> int:
             await clear(run, run.call(0))
 
 
-async def stop_functions(pools: Sequence[ReplicaPool]) -> None:
-    """Cancel all starts, and stop all replicas in order."""
+async def stop_functions(pools: Sequence[ReplicaPool], stopped: Sequence[ReplicaPool]) -> None:
+    """Cancel all starts, and stop the replicas of the pools `stopped` in order."""
     await gather_or_cancel(*(pool.close() for pool in pools))
-    await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
+    await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in stopped))
 
 
 async def start_functions(run: RLRun, actors: int) -> None:
@@ -82,8 +82,10 @@ async def _start_learning(run: BaseRun, console: RunProgress) -> int:
 
 
 async def _start_rl(run: RLRun, console: RunProgress) -> int:
-    """Start a run with actors, load the weights into them, and return the last learned step."""
-    actors = run.spec.scaling.generation.min_actors
+    """Start a run with actors, load the weights into them, and return the last learned step. Adopted actors do not wait
+    for others: a step starts those that it needs."""
+    fewest = run.spec.scaling.generation.min_actors
+    actors = min(fewest, len(run.generation.settled()) or fewest)
     with console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
         await start_functions(run, actors)
     with console.waiting("loading the weights into the engines"):

@@ -18,7 +18,7 @@ from rlhfless.records import FunctionRole
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import MemoryPhase
-from rlhfless.scaling.placement import Node, Placement, ReplicaRequest, place
+from rlhfless.scaling.placement import HeldGroup, Node, Placement, ReplicaRequest, place
 from rlhfless.spec import ModelSpec, RewardModelSpec, RunSpec
 from rlhfless.spec.extension import make
 from rlhfless.spec.imports import load_target
@@ -153,6 +153,6 @@ def publisher_of(spec: RunSpec) -> str:
     return kind.name
 
 
-def place_run(spec: RunSpec, nodes: Sequence[Node]) -> Placement:
-    """Return the placement of a run on a cluster of these nodes. Raises PlacementError like `place`."""
-    return place(spec.placement, nodes, replica_requests(spec))
+def place_run(spec: RunSpec, nodes: Sequence[Node], held: Sequence[HeldGroup] | None = None) -> Placement:
+    """Return the placement of a run on a cluster of these nodes. `held` and errors are those of `place`."""
+    return place(spec.placement, nodes, replica_requests(spec), held)

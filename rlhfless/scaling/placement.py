@@ -49,6 +49,8 @@ class Node:
     """Key of the price book, such as `h100`; empty without GPUs. All GPUs of a node are of the same kind."""
     gpus: int = 0
     free_gpus: int = 0
+    held: int = 0
+    """Devices that the run itself holds; they count as free, and are taken first."""
 
     def count(self, kind: str) -> int:
         """Return the number of its devices of a kind, including those held by runs."""
@@ -122,6 +124,30 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldGroup:
+    """A device group that an elastic run holds while its size changes."""
+
+    name: str
+    node: str
+    kind: str
+    devices: int
+
+
+def with_held(nodes: Sequence[Node], held: Sequence[HeldGroup]) -> list[Node]:
+    """Return the nodes with the devices of these groups counted as free."""
+
+    def freed(node: Node) -> Node:
+        cores, gpus = (
+            sum(group.devices for group in held if group.node == node.name and (group.kind == CPU_KIND) is is_cpu)
+            for is_cpu in (True, False)
+        )
+        free_cores, free_gpus = min(node.free_cores + cores, node.cores), min(node.free_gpus + gpus, node.gpus)
+        return replace(node, free_cores=free_cores, free_gpus=free_gpus, held=gpus or cores)
+
+    return [freed(node) for node in nodes]
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """An allocation for every replica that a run may start, and the device groups."""
 
@@ -135,6 +161,10 @@ class Placement:
         """Return the groups that contain an allocation's devices."""
         names = {device.name for device in allocation.devices}
         return tuple(group for group in self.groups if any(device.name in names for device in group.devices))
+
+
+NO_PLACEMENT = Placement({}, ())
+"""The placement of a run that has none yet."""
 
 
 def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:
@@ -217,8 +247,16 @@ def _require_known(key: str, kind: str, kinds: Sequence[str], *, may_come: bool)
     )
 
 
-def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[ReplicaRequest]) -> Placement:
+def place(
+    spec: PlacementSpec,
+    nodes: Sequence[Node],
+    functions: Sequence[ReplicaRequest],
+    held: Sequence[HeldGroup] | None = None,
+) -> Placement:
     """Assign an allocation to every replica.
+
+    `held`: the groups of an elastic run, whose names the groups on the same nodes keep. Its groups have the devices of
+    one actor, so that it can keep some of a node's. None: the run has one size.
 
     Co-located: the run's devices on each node form one group, because the learner has them all; actor i gets k
     neighbouring devices, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
@@ -249,9 +287,11 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Replic
     name = engines[0].function if engines else ""
     taken = sum(len(node.devices) for node in by_node) if kind == CPU_KIND else 0
     chosen = _chosen(functions, windows, learner, of_learner, nodes, taken)
+    names = _GroupNames(held or ())
+    parts = learning if held is None else [part for node in learning for part in _parts(node, per_actor)]
     groups = [
-        *(DeviceGroup(f"{name}-{i}", window.devices, window.name) for i, window in enumerate(used)),
-        *(DeviceGroup(f"learner-{i}", node.devices, node.name) for i, node in enumerate(learning)),
+        *(DeviceGroup(names.of(name, window), window.devices, window.name) for window in used),
+        *(DeviceGroup(names.of("learner", part), part.devices, part.name) for part in parts),
         *(DeviceGroup(f"{w.function}-0", chosen[w.function][0]) for w in functions if _has_own_cores(w, of_learner)),
     ]
     if spec.tenants > 1:
@@ -305,6 +345,30 @@ class _NodeDevices:
     devices: tuple[Device, ...]
 
 
+def _parts(node: _NodeDevices, size: int) -> Iterator[_NodeDevices]:
+    """Yield a node's devices in parts of `size`; the last one may be smaller."""
+    for first in range(0, len(node.devices), size):
+        yield _NodeDevices(node.name, node.devices[first : first + size])
+
+
+class _GroupNames:
+    """Names the groups of a run: like a group that it holds on the same node, or by number."""
+
+    def __init__(self, held: Sequence[HeldGroup]) -> None:
+        self._held = list(held)
+        self._taken = {group.name for group in held}
+
+    def of(self, function: str, part: _NodeDevices) -> str:
+        for group in self._held:
+            same = (group.node, group.devices) == (part.name, len(part.devices))
+            if same and group.name.rpartition("-")[0] == function:
+                self._held.remove(group)
+                return group.name
+        name = next(name for i in itertools.count() if (name := f"{function}-{i}") not in self._taken)
+        self._taken.add(name)
+        return name
+
+
 def _learner_nodes(
     spec: PlacementSpec, nodes: Sequence[Node], kind: str, count: int, first: int, key: str
 ) -> list[_NodeDevices]:
@@ -345,7 +409,7 @@ def _by_node(
     if largest < per_actor and spec.ray_address and spec.device_count and spec.mode != "disaggregated":
         nodes = ()
     left, taken = wanted, dict.fromkeys((node.name for node in nodes), 0)
-    freest = sorted(nodes, key=lambda node: -node.free(kind))
+    freest = sorted(nodes, key=lambda node: (-node.held, -node.free(kind)))
     for most in (Node.free, Node.count):
         for node in freest:
             more = max(min(left, most(node, kind) - taken[node.name]), 0)

@@ -60,10 +60,13 @@ def test_what_a_change_costs_is_measured_by_its_parts(clock: list[float]) -> Non
     assert sizes.works() is None
     assert lease_of(sizes, WANTED, 8, 10).change_s == 20.0
     sizes.step_done(50.0)
+    assert not sizes.stopping
     sizes.stops()
+    assert sizes.stopping, "engines stay"
     clock[0] = 24.0
     sizes.part("start")
     sizes.starts(4)
+    assert not sizes.stopping, "if this start fails, everything stops"
     clock[0] = 38.0
     assert sizes.works() == {"save_s": 4.0, "start_s": 14.0}
     assert sizes.works() is None, "told once"

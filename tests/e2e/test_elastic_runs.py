@@ -12,6 +12,7 @@ import pytest
 from e2e.test_service import Up, posted, up  # noqa: F401  # a fixture
 from fakes.live_runs import fault_values
 from rlhfless.control.lifecycle import Status
+from rlhfless.records import FunctionName
 from rlhfless.records.traces import Trace, compare_samples, read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.long, pytest.mark.seldom]
@@ -94,11 +95,20 @@ def test_runs_shrink_and_grow_as_others_come_and_go(up: Up, assets: Any) -> None
 
     assert sizes_of(up, first) == [(0, 2), (2, 1), (1, 2)]
     assert sizes_of(up, second) == [(0, 1)]
+    check_engine_stays(trace_of(up, first))
     whole = trace_of(up, third)
     for run_id in (first, second):
         same = compare_samples(trace_of(up, run_id), whole)
         assert (same.fraction, same.only_in_first) == (1.0, 0)
     check_bill(trace_of(up, first), trace_of(up, second))
+
+
+def check_engine_stays(first: Trace) -> None:
+    """As the run grows, the engine on the core that it keeps works on."""
+    grows_s = max(decision.at_s for decision in first.decisions if decision.kind == "size")
+    engines = [row for row in first.holdings if row.function == FunctionName.GENERATION]
+    before, after = ({row.incarnation for row in engines if (row.end_s > grows_s) is late} for late in (False, True))
+    assert before & after
 
 
 def check_bill(first: Trace, second: Trace) -> None:

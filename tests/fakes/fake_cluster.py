@@ -167,7 +167,7 @@ def pool_of(
     pool = ReplicaPool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
     for slot, name in enumerate(names[: len(all_allocations)]):
         replica = pool._new(name, slot)
-        replica.mark_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]
+        replica.mark_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"), None)  # type: ignore[arg-type]
         replica.ask(OWN)
         replica.mark_loaded(OWN)
         assert replica.state is ReplicaState.SERVING

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
-from fakes.fake_cluster import CALL, FakeCluster, FakeHandle, Watcher, pool_of
+from fakes.fake_cluster import CALL, FakeCluster, FakeHandle, NoRecords, Watcher, pool_of
 from fakes.fake_run import until
 from rlhfless.fleet.handles import HandleLost
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.protocols import FleetError
-from rlhfless.fleet.replica import CallTimeout
+from rlhfless.fleet.replica import CallTimeout, Replica
+from rlhfless.functions.calls import ReplicaInfo
 from rlhfless.records import FunctionName, ReplicaState, SleepTier, Work
 from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.placement import Allocation, Device
@@ -46,6 +47,17 @@ async def test_a_start_that_fails_leaves_the_slot_empty(caplog: pytest.LogCaptur
     assert pool.state(1) is None
     assert "generation replica at slot 1 did not start; the slot stays empty for now: no slot" in caplog.text
     await pool.wait_any_up()  # another replica is serving, so nothing waits
+
+
+@pytest.mark.parametrize(("since_s", "held_s"), [(40.0, 60.0), (None, 0.0)], ids=["known", "unknown"])
+async def test_an_adopted_replica_is_billed_since_its_last_holding(
+    since_s: float | None, held_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has held its device all along."""
+    monkeypatch.setattr("rlhfless.fleet.replica.unix_s", lambda: 100.0)
+    replica = Replica("a", "generation", Allocation.of([Device("cpu-0", "cpu-core", 0)]), NoRecords())
+    replica.mark_adopted(FakeHandle("a", FakeCluster()), ReplicaInfo("a-1", 1, "here"), since_s)  # type: ignore[arg-type]
+    assert replica.open_device_s == {"cpu-core": held_s}
 
 
 @pytest.mark.parametrize("state", ["draining", "sleeping", "waking"])

@@ -167,7 +167,7 @@ async def test_an_actor_starts_elsewhere_and_a_resumed_run_keeps_its_devices(ray
         name = run.actors.replicas()[0].name
         async with stand_in_run("moves", spec, actors=2, attempt=2) as resumed:
             await resumed.devices.adopt()
-            await resumed.actors.adopt([name], resumed.call)
+            await resumed.actors.adopt([name], resumed.call, {})
             await resumed.devices.settle()
             (taken_over,) = resumed.actors.replicas()
             assert await resumed.where(taken_over) == place

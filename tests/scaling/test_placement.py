@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.function_specs import kinds_of
-from rlhfless.scaling.placement import Node, Placement, PlacementError, ReplicaRequest, Site, device_kind, place
+from rlhfless.scaling.placement import (
+    HeldGroup,
+    Node,
+    Placement,
+    PlacementError,
+    ReplicaRequest,
+    Site,
+    device_kind,
+    place,
+    with_held,
+)
 from rlhfless.spec import PlacementSpec, RunSpec
 
 
@@ -50,6 +60,42 @@ def test_colocated_functions_share_the_devices() -> None:
     assert placement.allocation(FunctionName.LEARNER, 0).shares == pytest.approx((1 / 3, 1 / 3))
     # The learner has them all, so they are taken and given back together.
     assert [len(group.devices) for group in placement.groups] == [2]
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "expected"),
+    [
+        (2, [gpus("a", 2, 0), gpus("b", 2, 0), gpus("c", 4)], {"learner-4": "a", "learner-1": "a"}),
+        (2, [gpus("b", 2, 0), gpus("c", 4)], {"learner-2": "b", "learner-3": "b"}),
+        (4, [gpus("b", 2, 0), gpus("c", 4)], {"learner-2": "b", "learner-3": "b", "learner-0": "c", "learner-5": "c"}),
+        (3, [gpus("c", 4)], {"learner-0": "c", "learner-5": "c", "learner-6": "c"}),
+    ],
+    ids=["shrinks", "leaves a node", "moves to another", "has lost all nodes"],
+)
+def test_an_elastic_run_keeps_the_devices_that_it_holds(
+    devices: int, nodes: list[Node], expected: dict[str, str]
+) -> None:
+    """It holds two devices of each of the nodes a and b, which have no others; c has four free ones."""
+    held = [HeldGroup(f"learner-{i}", node, "h100", 1) for i, node in ((4, "a"), (1, "a"), (2, "b"), (3, "b"))]
+    functions = [
+        ReplicaRequest(FunctionName.GENERATION, Site.PER_REPLICA, devices),
+        ReplicaRequest(FunctionName.LEARNER, Site.LEARNER, ranks=devices),
+    ]
+    spec = PlacementSpec(devices=devices, ray_address="auto")
+    placement = place(spec, with_held(nodes, held), functions, held)
+    assert {group.name: group.node for group in placement.groups} == expected
+    assert [len(placement.groups_of(each)) for each in placement.allocations[FunctionName.GENERATION]] == [1] * devices
+
+
+def test_groups_of_an_elastic_run_have_the_devices_of_an_actor() -> None:
+    functions = [
+        ReplicaRequest(FunctionName.GENERATION, Site.PER_REPLICA, 3, 2),
+        ReplicaRequest(FunctionName.LEARNER, Site.LEARNER, ranks=7),
+    ]
+    groups = place(PlacementSpec(), [gpus("a", 7)], functions, []).groups
+    assert [(group.name, len(group.devices)) for group in groups] == [
+        ("learner-0", 2), ("learner-1", 2), ("learner-2", 2), ("learner-3", 1),
+    ]  # fmt: skip
 
 
 def test_engines_that_prefill_have_devices_of_their_own() -> None:
