@@ -271,13 +271,11 @@ async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool
 async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices, *, engines_stay: bool) -> None:
     """Stop all functions, and release their devices. `engines_stay`: except generation actors that are up; the run
     adopts those whose devices it keeps when it starts with its new size."""
-    if engines_stay:
-        await stop_functions(pools, [pool for pool in pools if pool.kind.role is not FunctionRole.SAMPLES])
-        return
     try:
-        await stop_functions(pools, pools)
+        await stop_functions(pools, engines_stay=engines_stay)
     finally:
-        await devices.close()
+        if not engines_stay:
+            await devices.close()
 
 
 async def _begin(session: Session, run: BaseRun, cluster: Cluster, devices: RunDevices, turns: Sequence[Turns]) -> int:

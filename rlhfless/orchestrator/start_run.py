@@ -9,6 +9,7 @@ from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.recovery import clear
 from rlhfless.orchestrator.run import RLRun
+from rlhfless.records import FunctionRole
 from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.telemetry.sinks import RunProgress
@@ -35,9 +36,10 @@ async def start_run(run: BaseRun, console: RunProgress) -> int:
             await clear(run, run.call(0))
 
 
-async def stop_functions(pools: Sequence[ReplicaPool], stopped: Sequence[ReplicaPool]) -> None:
-    """Cancel all starts, and stop the replicas of the pools `stopped` in order."""
+async def stop_functions(pools: Sequence[ReplicaPool], *, engines_stay: bool = False) -> None:
+    """Cancel all starts, and stop all replicas in order. `engines_stay`: except generation actors that are up."""
     await gather_or_cancel(*(pool.close() for pool in pools))
+    stopped = (pool for pool in pools if not engines_stay or pool.kind.role is not FunctionRole.SAMPLES)
     await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in stopped))
 
 

@@ -203,7 +203,7 @@ async def _attempt(world: SimulatedWorld, drawn: Drawn, session: SimulatedSessio
             await drive_steps(session, run, await start_run(run, session.console), rlhf)
     finally:
         renewal.cancel()
-        await to_the_end(stop_functions(pools, pools))
+        await to_the_end(stop_functions(pools))
         await asyncio.gather(renewal, return_exceptions=True)
 
 
