@@ -277,7 +277,8 @@ def _teacher(index: int, teacher: TeacherSpec) -> FunctionSpec:
         lambda terms: _frozen_phases(terms, terms.teachers.get(name, terms.shape), ranks_of(terms.spec)),
         output=name,
         computes=teacher.teaches,
-        worker="rlhfless.functions.shares:FrozenPolicy",
+        width=2,
+        worker="rlhfless.functions.shares:FrozenTeacher",
         model=teacher.model_of,
         settings=teacher,
     )

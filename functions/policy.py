@@ -223,16 +223,20 @@ def _passed(
 
 
 @torch.no_grad()
-def outputs_of(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, parts: Sequence[MicroBatch]) -> FloatArray:
-    """Return the first output of a head `[tokens]`, without a gradient. *Collective* if the network is sharded.
+def outputs_of(
+    policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, parts: Sequence[MicroBatch], width: int = 1
+) -> FloatArray:
+    """Return the first output of a head `[tokens]`, or the first `width` as `[tokens, width]`, without a gradient.
+    *Collective* if the network is sharded.
 
-    The output is 0 on prompt tokens and on sequences in no micro-batch.
+    An output is 0 on prompt tokens and on sequences in no micro-batch.
     """
-    values = torch.zeros(len(batch.tokens), dtype=torch.promote_types(policy.compute_dtype, torch.float32)).numpy()
+    dtype = torch.promote_types(policy.compute_dtype, torch.float32)
+    values = torch.zeros(len(batch.tokens), width, dtype=dtype).numpy()
     for micro_batch in policy.in_step(parts):
         part = select(batch, micro_batch.indices)
-        first, *_ = response_outputs(policy, part, outputs, micro_batch.packed)
+        found = response_outputs(policy, part, outputs, micro_batch.packed)[:width]
         source = batch.tokens_of(micro_batch.indices)
-        values[source[part.response_mask]] = first.cpu().numpy()
+        values[source[part.response_mask]] = torch.stack(found, 1).cpu().numpy()
     policy.settle()
-    return values
+    return values[:, 0] if width == 1 else values

@@ -54,8 +54,11 @@ def share_outputs(
     return everything, prompt_tokens(own) - parts.prompt_tokens
 
 
-def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget_tokens: int) -> tuple[FloatArray, int]:
+def by_group(
+    policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget_tokens: int, width: int = 1
+) -> tuple[FloatArray, int]:
     """Compute the first of `outputs` `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*
+    `width`: see outputs_of.
 
     A rank computes whole groups, one at a time, so results are bitwise independent of batch composition and a repeated
     step learns the same. Also returns the prompt tokens of this rank's share that a shared prefix saved.
@@ -71,7 +74,7 @@ def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget
         pieces = cut(own, budget_tokens, packing=policy.packing)
         parts += [dataclasses.replace(part, indices=group[part.indices]) for part in pieces.parts]
         saved += prompt_tokens(own) - pieces.prompt_tokens
-    return all_reduce_rows(policy, outputs_of(policy, batch, outputs, parts)), saved
+    return all_reduce_rows(policy, outputs_of(policy, batch, outputs, parts, width)), saved
 
 
 def all_reduce_rows(policy: PolicyNetwork, values: FloatArray) -> FloatArray:
@@ -110,3 +113,12 @@ class FrozenPolicy:
         settings = self._settings
         logprobs = logprob_outputs(self._policy, settings.temperature)
         return by_group(self._policy, batch, logprobs, settings.micro_batch_tokens)
+
+
+class FrozenTeacher(FrozenPolicy):
+    """Computes logprobs and entropies, `[tokens, 2]` (a PerTokenWorker)."""
+
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
+        settings = self._settings
+        outputs = logprob_outputs(self._policy, settings.temperature, "value")
+        return by_group(self._policy, batch, outputs, settings.micro_batch_tokens, width=2)

@@ -351,14 +351,15 @@ def _packed(name: str, column: Column, samples: Sequence[Sample], mask: BoolArra
         raise ValueError(f"{lacking[0]} has no {name}, and other samples have")
     for sample, value in zip(samples, of_samples, strict=True):
         with np.errstate(over="ignore"):
-            odd = np.flatnonzero(~np.isfinite(np.atleast_1d(np.asarray(value).astype(column.dtype))))
+            odd = np.argwhere(~np.isfinite(np.atleast_1d(np.asarray(value).astype(column.dtype))))
         if len(odd):
-            place = f"{sample} at response token {odd[0]}" if column.per_token else str(sample)
-            raise NonFinite(name, np.atleast_1d(value)[odd[0]], place, len(odd))
+            place = f"{sample} at response token {odd[0][0]}" if column.per_token else str(sample)
+            raise NonFinite(name, np.atleast_1d(value)[tuple(odd[0])], place, len(odd))
     if not column.per_token:
         return np.array(of_samples, dtype=column.dtype)
-    values = np.zeros(len(mask), dtype=column.dtype)
-    values[mask] = np.concatenate(of_samples)
+    generated = np.concatenate(of_samples)
+    values = np.zeros((len(mask), *generated.shape[1:]), dtype=column.dtype)
+    values[mask] = generated
     return values
 
 

@@ -51,7 +51,7 @@ def with_teachers(batch: PackedBatch, teachers: Sequence[TeacherSpec], sources: 
     logprobs, weight = np.zeros((2, len(batch.tokens)), dtype=np.float32)
     for teacher in teachers:
         taught = taught_tokens(batch, teacher, sources)
-        logprobs[taught] += np.float32(teacher.weight) * batch.own[teacher.function][taught]
+        logprobs[taught] += np.float32(teacher.weight) * _outputs(batch, teacher)[taught, 0]
         weight[taught] += np.float32(teacher.weight)
     names = {teacher.function for teacher in teachers}
     rest = {name: values for name, values in batch.own.items() if name not in names}
@@ -64,6 +64,11 @@ def taught_tokens(batch: PackedBatch, teacher: TeacherSpec, sources: Sequence[st
     return batch.response_mask & taught[batch.sequence_id]
 
 
+def _outputs(batch: PackedBatch, teacher: TeacherSpec) -> FloatArray:
+    """Return a teacher's logprobs and, if it computes them, entropies: `[tokens, 1 or 2]`."""
+    return batch.own[teacher.function].reshape(len(batch.tokens), -1)
+
+
 def teacher_metrics(batch: PackedBatch, teachers: Sequence[TeacherSpec], sources: Sequence[str]) -> dict[str, float]:
     """Return the metrics of each teacher with tokens, as means over its tokens. `batch` has the teachers' columns.
 
@@ -71,7 +76,7 @@ def teacher_metrics(batch: PackedBatch, teachers: Sequence[TeacherSpec], sources
     KL(student || teacher). `teacher_agreement` is the mean of min(1, e^(t - s)), an estimate of the overlap of the two
     distributions: 1 if they are equal, 1 less their total variation distance otherwise, as in the acceptance of drafts
     (arXiv 2211.17192, section 3.5). `teacher_cross_entropy` is the mean of -t, the student's entropy plus the reverse
-    KL.
+    KL. `teacher_entropy` is exact: a server computes none.
     """
     metrics: dict[str, float] = {}
     student = (batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs).astype(np.float64)
@@ -79,11 +84,12 @@ def teacher_metrics(batch: PackedBatch, teachers: Sequence[TeacherSpec], sources
         taught = taught_tokens(batch, teacher, sources)
         if not taught.any():
             continue
-        logprobs = batch.own[teacher.function][taught].astype(np.float64)
+        logprobs, *entropies = _outputs(batch, teacher)[taught].T.astype(np.float64)
         difference = logprobs - student[taught]
         metrics |= {
             f"reverse_kl/{teacher.name}": -float(difference.mean()),
             f"teacher_agreement/{teacher.name}": float(np.exp(np.minimum(difference, 0)).mean()),
             f"teacher_cross_entropy/{teacher.name}": -float(logprobs.mean()),
+            **{f"teacher_entropy/{teacher.name}": float(each.mean()) for each in entropies},
         }
     return metrics

@@ -66,9 +66,10 @@ async def with_outputs(experience: Experience, outputs: Mapping[str, ComputeOutp
     return replace(experience, groups=groups)
 
 
-def zeros_of(group: Group) -> list[FloatArray]:
-    """Return the output for a group that a function does not compute."""
-    return [np.zeros(sample.model_tokens, np.float32) for sample in group.samples]
+def zeros_of(group: Group, width: int = 1) -> list[FloatArray]:
+    """Return the output for a group that a function does not compute. `width`: see FunctionSpec."""
+    more = () if width == 1 else (width,)
+    return [np.zeros((sample.model_tokens, *more), np.float32) for sample in group.samples]
 
 
 class _Stage(Generic[T]):

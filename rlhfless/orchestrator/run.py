@@ -249,7 +249,7 @@ class RLRun(BaseRun):
                     batch = self.batches.to_compute(read)
                     values = iter(self.batches.by_group(batch, await compute(batch), read))
                     known.update({name: next(values) for name, group in new.items() if group is not None})
-                return [known[key(group)] if key(group) in known else zeros_of(group) for group in groups]
+                return [known[key(group)] if key(group) in known else zeros_of(group, kind.width) for group in groups]
 
             return computed
 

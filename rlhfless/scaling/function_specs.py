@@ -106,6 +106,8 @@ class FunctionSpec:
     output: str = ""
     """The per-token output that it computes: always with the role ANNOTATES; with UPDATES, from the weights before the
     step's update."""
+    width: int = 1
+    """Values of the output per token: `[tokens]`, or `[tokens, width]` with more than one."""
     output_in: Callable[[RunSpec], str] | None = None
     """Returns the output in a run, if it depends on the run."""
     computes: Callable[[str], bool] = lambda source: True  # noqa: ARG005

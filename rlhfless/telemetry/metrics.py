@@ -182,6 +182,7 @@ _DECLARED = [
         label="teacher",
     ),
     Metric("teacher_cross_entropy", _NATS, "Mean of minus the teacher's logprob of a token", label="teacher"),
+    Metric("teacher_entropy", _NATS, "Entropy of a teacher with a path, where it computed a token", label="teacher"),
     Metric("importance_weight", Unit.NONE, "Mean importance weight of a token, old policy to engine, unbounded"),
     Metric("importance_weight_max", Unit.NONE, "Largest importance weight of a token, unbounded"),
     Metric("importance_outside", _RATIO, "Tokens whose importance weight is truncated or masked"),

@@ -8,6 +8,7 @@ import pytest
 from rlhfless.algorithms.base import algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.distill import distillation, teacher_metrics, with_teachers
+from rlhfless.orchestrator.group_pipeline import zeros_of
 from rlhfless.spec import DistillSpec, GRPOSpec, TeacherSpec
 
 SOURCES = ["math", "math", "code"]
@@ -76,6 +77,16 @@ def test_metrics_are_means_over_a_teachers_own_tokens(batch: PackedBatch) -> Non
     assert found["teacher_cross_entropy/big"] == pytest.approx((0.2 * 3 + 0.5 * 2) / 5)
     assert found["reverse_kl/maths"] == pytest.approx(-(0 + 0.1 + 0.2) / 3)
     assert "reverse_kl/maths" not in teacher_metrics(batch, [MATHS], ["code"] * 3)
+
+
+def test_a_teacher_with_entropies_has_their_mean_over_its_tokens(make_group) -> None:
+    taught = make_group("a", (1,), [[10, 20]]).adding(teacher_maths=[np.array([[-0.1, 1.5], [-0.4, 0.5]])])
+    other = make_group("b", (1, 2), [[40]])
+    packed = pack([taught, other.adding(teacher_maths=zeros_of(other, 2))])
+    sources = ["math", "code"]
+    assert teacher_metrics(packed, [MATHS], sources)["teacher_entropy/maths"] == pytest.approx(1.0)
+    logprobs = with_teachers(packed, [MATHS], sources).teacher_logprobs
+    np.testing.assert_allclose(generated(packed, logprobs), [-0.2, -0.8, 0], rtol=1e-6)
 
 
 def test_agreement_estimates_the_overlap_of_two_distributions() -> None:

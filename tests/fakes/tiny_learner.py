@@ -21,13 +21,15 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from fakes.builders import drawn
+from fakes.builders import LONG, drawn
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions import lm_head, policy, policy_loading, sharding
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.batching import cut
 from rlhfless.functions.learner.rank import LearnerRank, SupervisedRank
+from rlhfless.functions.per_token import PerTokenSettings
 from rlhfless.functions.policy import PolicyNetwork, logprob_outputs, outputs_of
+from rlhfless.functions.shares import FrozenPolicy
 from rlhfless.functions.training.critic import CriticRank
 from rlhfless.records import FloatArray, Group, Prompt
 from rlhfless.records.rollouts import Example
@@ -56,6 +58,24 @@ def save_tiny_model(folder: Path, *, tied: bool = True) -> str:
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     return str(folder)
+
+
+def make_frozen(model: str, temperature: float = 0.8, worker: type[FrozenPolicy] = FrozenPolicy) -> FrozenPolicy:
+    """Load a frozen model, such as a teacher."""
+    settings = PerTokenSettings(
+        run_id="run",
+        lease=LONG,
+        function="teacher_same",
+        worker="",
+        model=ModelSpec(path=model),
+        dtype="float32",
+        micro_batch_tokens=64,
+        share_prefixes=True,
+        temperature=temperature,
+        rank_bindings=(),
+        call_timeout_s=60,
+    )
+    return worker(settings, threads=1)
 
 
 def make_batch() -> PackedBatch:

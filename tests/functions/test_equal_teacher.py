@@ -10,34 +10,17 @@ import numpy as np
 import torch
 from transformers import AutoConfig, Qwen3ForCausalLM
 
-from fakes.builders import LONG, drawn
-from fakes.tiny_learner import make_batch, make_rank, make_shared_batch, save_tiny_model
+from fakes.builders import drawn
+from fakes.tiny_learner import make_batch, make_frozen, make_rank, make_shared_batch, save_tiny_model
 from rlhfless.algorithms.base import algorithm_of
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.distill import distillation, teacher_metrics, with_teachers
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.rank import LearnerRank
-from rlhfless.functions.per_token import PerTokenSettings
-from rlhfless.functions.shares import FrozenPolicy
+from rlhfless.functions.per_token import PerTokenWorker
+from rlhfless.functions.shares import FrozenTeacher
 from rlhfless.records import Group, Prompt
-from rlhfless.spec import AdamWSpec, DistillSpec, ModelSpec, TeacherSpec
-
-
-def frozen(model: str) -> FrozenPolicy:
-    settings = PerTokenSettings(
-        run_id="run",
-        lease=LONG,
-        function="teacher_same",
-        worker="",
-        model=ModelSpec(path=model),
-        dtype="float32",
-        micro_batch_tokens=64,
-        share_prefixes=True,
-        temperature=0.8,
-        rank_bindings=(),
-        call_timeout_s=60,
-    )
-    return FrozenPolicy(settings, threads=1)
+from rlhfless.spec import AdamWSpec, DistillSpec, TeacherSpec
 
 
 def test_equal_models_have_equal_logprobs_and_weights_stay(tmp_path: Path) -> None:
@@ -49,12 +32,12 @@ def test_equal_models_have_equal_logprobs_and_weights_stay(tmp_path: Path) -> No
         micro_batch_tokens=64,
         optimizer=AdamWSpec(learning_rate=1e-3, weight_decay=0),
     )
-    teacher = frozen(model)
+    teacher = make_frozen(model)
     with closing(learner):
         check_nothing_moves(learner, teacher, model)
 
 
-def check_nothing_moves(learner: LearnerRank, teacher: FrozenPolicy, model: str) -> None:
+def check_nothing_moves(learner: LearnerRank, teacher: PerTokenWorker, model: str) -> None:
     before = [each.detach().clone() for each in learner._model.parameters()]
     for step, batch in enumerate((make_batch(), make_shared_batch())):
         old = learner.evaluate(batch)
@@ -70,6 +53,20 @@ def check_nothing_moves(learner: LearnerRank, teacher: FrozenPolicy, model: str)
         assert torch.equal(first, now)
 
 
+def test_a_teacher_computes_the_entropies_beside_the_same_logprobs(tmp_path: Path) -> None:
+    model, batch = save_tiny_model(tmp_path / "model"), make_batch()
+    both = make_frozen(model, worker=FrozenTeacher).compute(batch)[0]
+    np.testing.assert_array_equal(both[:, 0], make_frozen(model).compute(batch)[0])
+    plain: Any = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for start, length in zip(batch.starts, batch.lengths, strict=True):
+        part = slice(start, start + length)
+        with torch.no_grad():
+            logits = plain(torch.from_numpy(batch.tokens[part])[None]).logits[0, :-1] / 0.8
+        entropies = np.append(0, torch.distributions.Categorical(logits=logits).entropy().numpy())
+        expected = np.where(batch.response_mask[part], entropies, 0)
+        np.testing.assert_allclose(both[part, 1], expected, atol=1e-5)
+
+
 def test_a_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     """Forty steps of its own samples reduce the reverse KL divergence to less than half."""
     student, other = save_tiny_model(tmp_path / "student"), tmp_path / "teacher"
@@ -77,7 +74,7 @@ def test_a_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(student, initializer_range=0.1)
     teacher_model: Any = Qwen3ForCausalLM(config)
     teacher_model.save_pretrained(other)
-    teacher = frozen(str(other))
+    teacher = make_frozen(str(other))
     algorithm = DistillSpec.model_validate({"distill": {"student": "rollout"}})
     optimizer = AdamWSpec(learning_rate=1e-2, weight_decay=0)
     learner = make_rank(student, tmp_path / "rendezvous", algorithm=algorithm, optimizer=optimizer)
