@@ -186,6 +186,7 @@ def _step(section: Any, part: str, path: document.Path, text: str) -> Any:
     hint = ""
     if not isinstance(section, list):
         what = f"{dotted(path)} is {section!r}, so there is no `{part}` below it"
+        hint = f"where a section may be, write it out: {dotted(path)}: {{type: {section}}}"
     elif part.isdecimal() and int(part) < len(section):
         return int(part)
     else:
