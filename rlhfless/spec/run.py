@@ -160,7 +160,8 @@ def _check_teachers(spec: RunKeys) -> None:
             f"teachers is given, but {name} does not learn from them; set algorithm.distill.coefficient, or "
             "algorithm.type to distill"
         )
-    for problem in teacher_problems(spec.teachers, [*spec.data.weights], spec.generation.temperature):
+    sets, call_s = [*spec.data.weights], spec.timeouts.call_s
+    for problem in teacher_problems(spec.teachers, sets, spec.generation.temperature, call_s):
         raise ValueError(problem)
     read = next((each for each in spec.teachers if each.prompt_field), None)
     if read is not None and spec.environment is not None:

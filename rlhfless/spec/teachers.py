@@ -94,7 +94,9 @@ class TeacherSpec(SpecModel):
         return self.sets is None or source in self.sets
 
 
-def teacher_problems(teachers: Sequence[TeacherSpec], sets: Sequence[str], temperature: float) -> Iterator[str]:
+def teacher_problems(
+    teachers: Sequence[TeacherSpec], sets: Sequence[str], temperature: float, call_s: float
+) -> Iterator[str]:
     """Yield what is wrong with teachers together with the rest of a run, each with a hint."""
     names = [each.name for each in teachers]
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -107,4 +109,9 @@ def teacher_problems(teachers: Sequence[TeacherSpec], sets: Sequence[str], tempe
             yield (
                 f"teachers.{index}.url needs generation.temperature 1, and it is {temperature:g}: a server gives "
                 "logprobs at temperature 1; set it to 1, or give the teacher as `path`"
+            )
+        if each.url is not None and each.timeout_s >= call_s:
+            yield (
+                f"teachers.{index}.timeout_s ({each.timeout_s:g}) must be below timeouts.call_s ({call_s:g}), which "
+                "would end the wait for the server without its cause"
             )

@@ -34,11 +34,8 @@ def test_a_teacher_is_a_function_like_the_reference() -> None:
     run = spec(algorithm={"type": "distill", "kl": {"coefficient": 0.1}}, teachers=[TEACHER | {"ranks": 2}])
     kinds = {kind.name: kind for kind in kinds_of(run)}
     teacher, reference = kinds["teacher_big"], kinds["reference"]
-    assert (teacher.role, teacher.deployment, teacher.worker) == (
-        FunctionRole.ANNOTATES,
-        reference.deployment,
-        reference.worker,
-    )
+    assert (teacher.role, teacher.deployment) == (FunctionRole.ANNOTATES, reference.deployment)
+    assert teacher.worker == "rlhfless.functions.shares:FrozenTeacher"
     assert teacher.bounds(run) == reference.bounds(run)
     wanted = teacher.wanted(run)
     assert wanted is not None
@@ -80,6 +77,7 @@ def test_sets_have_teachers_of_their_own() -> None:
         ({"teachers": [TEACHER | {"url": "http://t:1"}]}, "teacher 'big' has both path and url"),
         ({"teachers": [{"name": "b", "url": "http://u:p@t:1"}]}, "a user or a password"),
         ({"teachers": [{"name": "b", "url": "http://t:1"}], "generation": {"temperature": 0.7}}, "temperature 1"),
+        ({"teachers": [{"name": "b", "url": "http://t:1", "timeout_s": 600}]}, r"below timeouts.call_s \(600\)"),
         ({"teachers": [TEACHER | {"weight": 0}]}, "greater than 0"),
         ({"teachers": [TEACHER | {"rank": 2}]}, "rank"),
         ({"algorithm": {"type": "distill", "distill": {"coefficient": 0}}}, "greater than 0"),
