@@ -17,5 +17,5 @@ def test_by_hand() -> None:
     save, stop, start, restore, load = parts(10e9).values()
     assert save == pytest.approx((12 + 2) * 7.616e9 / 10e9, rel=0.001)
     assert restore == pytest.approx(12 * 7.616e9 / 10e9, rel=0.001)
-    assert start == pytest.approx(33.7 + (1.95 - 2 / 1.75) * 7.616 + 2 * 7.616 / 1.75, rel=0.001)
+    assert start == pytest.approx(15 + 2 * 7.616 / 1.75, rel=0.001)
     assert (stop, load) == (5.0, pytest.approx(3.3, abs=0.1))
