@@ -24,7 +24,7 @@ import yaml
 
 from rlhfless.spec import SizesSpec
 from rlhfless.spec.base import too_large
-from rlhfless.spec.data import MOST_SKIPPED, is_path
+from rlhfless.spec.data import MOST_SKIPPED, RELATIVE, is_path
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.util.errors import class_and_line
@@ -67,8 +67,7 @@ def read_rows(
         rows = _dataset(field, path, split, sizes)
     else:
         siblings = os.listdir(file.parent) if is_path(path) and os.path.isdir(file.parent) else []
-        hint = f"{nearest(file.name, siblings)}Relative paths in a spec count from the spec's folder"
-        raise _error(field, f"{path!r}: no such file", hint)
+        raise _error(field, f"{path!r}: no such file", f"{nearest(file.name, siblings)}{RELATIVE}")
     if not rows and not broken:
         raise _error(field, f"{path!r} is empty", "give it at least one row")
     return rows

@@ -16,7 +16,7 @@ from rlhfless.scaling.latency.attention import UnknownShape, attention_form
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import GIB
 from rlhfless.spec import ModelSpec, RunSpec
-from rlhfless.spec.data import NOT_HERE, is_path, shadowed
+from rlhfless.spec.data import NOT_HERE, RELATIVE, is_path, shadowed
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
 from rlhfless.util.errors import class_and_line
@@ -84,10 +84,7 @@ def check_folder(path: str, field: str) -> None:
         _check_files(Path(path), field)
     elif missing := missing_on_hub(path):
         what = f"{path!r}: no such folder, and {missing}"
-        raise _error(field, what, f"{_RELATIVE}; a hub name needs the network")
-
-
-_RELATIVE = "Relative paths in a spec count from the spec's folder"
+        raise _error(field, what, f"{RELATIVE}; a hub name needs the network")
 
 
 def require_name(path: str, field: str) -> None:
@@ -100,7 +97,7 @@ def require_name(path: str, field: str) -> None:
     if not (os.path.isdir(path) if is_path(path) else _HUB_NAME.fullmatch(path)):
         siblings = os.listdir(folder.parent) if is_path(path) and os.path.isdir(folder.parent) else []
         what = f"{path!r}: no such folder, and not a hub name such as `Qwen/Qwen3-0.6B`"
-        raise _error(field, what, f"{nearest(folder.name, siblings)}{_RELATIVE}")
+        raise _error(field, what, f"{nearest(folder.name, siblings)}{RELATIVE}")
 
 
 def missing_on_hub(name: str) -> str:

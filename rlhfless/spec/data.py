@@ -285,6 +285,9 @@ class WrittenSpec(DataSpec):
     """JSONL or Parquet file, or hub data set name."""
 
 
+RELATIVE = "Relative paths count from the spec's folder, and those of --set from the current folder"
+"""Hint for a file or folder that is not there."""
+
 NOT_HERE = "name it by its absolute path, or start rlhfless in another folder"
 """Hint for a name that `shadowed` refuses."""
 
