@@ -65,9 +65,10 @@ class Seconds:
         spec, timing = asked.spec, LearnerTimingSpec()
         shape = without_head(asked.shape) if spec.type == "reward_model" else asked.shape
         operations = learn_operations(spec.learner.recomputes, spec.model.lora is not None)
-        learn_s = operations * operation_s(shape, asked.sheet, spec.learner.world_size, timing)
-        ranks = spec.learner.world_size if spec.learner_is_reference else count_of(spec.reference.ranks)
-        reference_s = FORWARD_OPERATIONS * operation_s(shape, asked.sheet, ranks, timing)
+        devices = _devices(asked)
+        learn_s = operations * operation_s(shape, asked.sheet, devices[FunctionName.LEARNER], timing)
+        by = FunctionName.LEARNER if spec.learner_is_reference else FunctionName.REFERENCE
+        reference_s = FORWARD_OPERATIONS * operation_s(shape, asked.sheet, devices[by], timing)
         pass_s = pass_operation_s(shape, asked.sheet, timing)
         learn = LineFit(fixed_s=operations * spec.epochs * pass_s, token_s=learn_s)
         reference = LineFit(fixed_s=FORWARD_OPERATIONS * pass_s, token_s=reference_s)
@@ -87,14 +88,21 @@ def written(asked: Question, lengths: Lengths, latency: LatencyFile | LearningFi
     steps = [_step(asked, lengths, seconds, factor) for factor in lengths.factors]
     usd = [[_usd(asked, lengths, step)] for step in steps]
     work_s = steps[0]
-    ranks = {FunctionName.LEARNER: spec.learner.world_size, FunctionName.REFERENCE: count_of(spec.reference.ranks)}
+    devices = _devices(asked)
     step_s = [[math.fsum(step.values())] for step in steps]
     return Predicted(
         banded(spec.steps, step_s, usd, seconds.factor, band_text(lengths, seconds.factor)),
-        math.fsum(ranks[name] * busy_s for name, busy_s in work_s.items() if name),
+        math.fsum(devices[name] * busy_s for name, busy_s in work_s.items() if name),
         spec.prompts_per_step * spec.sequences_per_prompt * lengths.mean_tokens,
         {str(name): busy_s / step_s[0][0] for name, busy_s in work_s.items() if name},
     )
+
+
+def _devices(asked: Question) -> dict[FunctionName, int]:
+    """Return the devices on which each function works: one per rank, except for CPU cores that ranks share."""
+    spec = asked.spec
+    ranks = {FunctionName.LEARNER: spec.learner.world_size, FunctionName.REFERENCE: count_of(spec.reference.ranks)}
+    return {function: min(count, asked.learner_count) for function, count in ranks.items()}
 
 
 def _step(asked: Question, lengths: Lengths, seconds: Seconds, factor: float) -> dict[FunctionName | None, float]:

@@ -33,12 +33,14 @@ class SpeedCurve:
 
     def at(self, devices: int) -> float:
         """Return the seconds per step: interpolated between known sizes, and inverse to the devices outside them."""
+        if devices in self.step_s:
+            return self.step_s[devices]
         known = sorted(self.step_s)
         if not known:
             return float(devices**-UNKNOWN_EXPONENT)
-        if devices <= known[0]:
+        if devices < known[0]:
             return self.step_s[known[0]] * known[0] / devices
-        if devices >= known[-1]:
+        if devices > known[-1]:
             return self.step_s[known[-1]]
         place = bisect_left(known, devices)
         low, high = known[place - 1], known[place]

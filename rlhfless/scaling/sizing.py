@@ -238,9 +238,13 @@ def _worth_changing(cluster: _Cluster, now: Mapping[str, int]) -> dict[str, int]
         division = _divided(cluster, {}, now, 0)
         if division is not None and (worth := _value(cluster, division, now)) > value:
             chosen, value, starts = division, worth, 0
-    moves = {run.run_id: abs(run.speed(chosen[run.run_id]) - run.speed(now[run.run_id])) for run in works}
+    moves = {
+        run.run_id: abs(run.speed(chosen[run.run_id]) - run.speed(now[run.run_id]))
+        for run in works
+        if chosen[run.run_id] != now[run.run_id]
+    }
     frozen: dict[str, int] = {}
-    for run_id in sorted((run_id for run_id, move in moves.items() if move), key=lambda run_id: moves[run_id]):
+    for run_id in sorted(moves, key=lambda run_id: moves[run_id]):
         for candidate in ({**frozen, run_id: now[run_id]}, kept):
             division = _divided(cluster, candidate, now, starts)
             if division is not None and (worth := _value(cluster, division, now)) >= value:

@@ -55,6 +55,13 @@ def test_a_step_of_demonstrations_is_its_tokens_by_the_data_sheet(tmp_path: Path
     assert found.cost.cost_usd == pytest.approx(found.cost.wall_s / 3600 * hourly)
 
 
+def test_ranks_that_share_a_core_are_no_faster_than_one(tmp_path: Path) -> None:
+    one, two = (question(tmp_path, "sft", "cpu-core", count, learner={"ranks": 2}) for count in (1, 2))
+    learn_s = [written(asked, KNOWN, None).cost.step_s - 2.0 for asked in (one, two)]
+    assert learn_s[0] == pytest.approx(2 * learn_s[1])
+    assert written(one, KNOWN, None).busy_device_s == pytest.approx(learn_s[0])
+
+
 def test_epochs_and_pairs_multiply_the_tokens_and_the_reference_reads_each_pair_once(tmp_path: Path) -> None:
     latency = LearningFit(
         {"reference": LineFit(fixed_s=0.5, token_s=1e-5)}, {}, LineFit(fixed_s=1.0, token_s=1e-4), driver_s=0.2

@@ -91,6 +91,12 @@ def test_nothing_changes_for_less_than_it_costs() -> None:
     assert sizes([nearly_done]) == {"a": 4}, "57 s are left, and a change costs 60 s"
 
 
+def test_a_run_that_is_as_fast_on_fewer_devices_keeps_those_that_no_other_run_wants() -> None:
+    assert sizes([run("a", exponent=0.0)]) == {"a": 1}, "it starts with the fewest"
+    assert sizes([run("a", exponent=0.0, size=8)]) == {"a": 8}, "a change would cost 60 s"
+    assert sizes([run("a", exponent=0.0, size=8), run("b", 4)]) == {"a": 1, "b": 6}
+
+
 def test_a_run_does_not_shrink_for_one_that_can_start_sooner_without() -> None:
     ends = run("ends", 1, 1, steps=0.5, size=1)
     assert ends.left_s(1) == 40.0
