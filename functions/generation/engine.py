@@ -160,6 +160,8 @@ class SampleRequest:
     earlier: tuple[tuple[int, ...], ...] = ()
     """Other responses to the prompt, newest last, as drafts for a speculating engine; they do not affect the output.
     Concurrent requests for the same prompt need them only once."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to report at the first position (`Sampled.first`)."""
     kv_transfer: KvTransfer | None = None
     """OFFER: keep the KV of `token_ids` for other engines. An offer of another engine: fetch the KV from there."""
 
@@ -186,6 +188,8 @@ class Sampled:
     abort."""
     accepted: tuple[int, ...] = ()
     """[depth]: number of accepted drafts."""
+    first: tuple[tuple[str, float], ...] = ()
+    """The most likely first tokens and their logprobs, if the request asks for `top_logprobs`."""
     draft_s: float = 0.0
     verify_s: float = 0.0
     """See Invocation: time of all responses since the last one finished, reported with the first that finishes."""

@@ -104,6 +104,7 @@ class Core:
         """Responses that finished during another call."""
         self._requests: dict[str, SampleRequest] = {}
         """Unfinished requests, by ID."""
+        self._logprobs: dict[str, SampledLogprobs] = {}
         self._slots = 0 if settings.adapters is None else settings.adapters.slots
         self._numbers = itertools.count(self._slots + 1)  # vLLM tries its slots with the numbers up to theirs
         self._adapters: list[_Adapter] = []
@@ -140,7 +141,7 @@ class Core:
             top_k=request.top_k,
             stop=list(request.stop),
             stop_token_ids=list(request.stop_token_ids),
-            logprobs=0,  # of the sampled token only
+            logprobs=request.top_logprobs,  # besides the sampled token's
             # Only stop texts need the text while sampling. The response's own text is decoded once, at the end.
             detokenize=bool(request.stop),
             skip_special_tokens=False,  # a stop text may be, or contain, a special token
@@ -157,7 +158,8 @@ class Core:
         if adapter is not None:
             self._used[request.request_id] = adapter
             adapter.requests += 1
-        self._engine.output_processor.request_states[internal].logprobs_processor = SampledLogprobs()
+        logprobs = self._logprobs[request.request_id] = SampledLogprobs()
+        self._engine.output_processor.request_states[internal].logprobs_processor = logprobs
         self._internal_ids[request.request_id] = internal
         self._requests[request.request_id] = request
 
@@ -435,6 +437,7 @@ class Core:
     def _take(self, output: RequestOutput) -> Sampled:
         del self._internal_ids[output.request_id]
         request, completion = self._requests.pop(output.request_id), output.outputs[0]
+        first = self._logprobs.pop(output.request_id).first
         token_ids = tuple(completion.token_ids)
         assert completion.finish_reason is not None
         spans = tuple(VersionSpan(span.version, span.start, span.end) for span in completion.weight_versions or ())
@@ -446,6 +449,7 @@ class Core:
             token_ids=token_ids,
             # A pass that ended in a stop text may have gone beyond it.
             logprobs=tuple(cast(list[float], completion.logprobs)[: len(token_ids)]),
+            first=tuple((str(self._tokenizer.decode([token])), value) for token, value in first),
             finish_reason=FinishReason(completion.finish_reason),
             version_spans=spans,
             cached_tokens=output.num_cached_tokens or 0,

@@ -51,6 +51,10 @@ class _Kept:
     together are not all sent in the same iteration."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    likely: int = 0
+    """Number of most likely first tokens to send; 0 once they were."""
+    first: tuple[np.ndarray, np.ndarray] = (_UNUSED, _UNUSED)
+    """The most likely first tokens, and their logprobs."""
     prefill_stats: PrefillStats | None = None
 
     def moved_to(self, output: EngineCoreOutput) -> EngineCoreOutput:
@@ -58,7 +62,10 @@ class _Kept:
         output.new_token_ids, self.token_ids = self.token_ids, []
         if self.logprobs:
             values = np.array(self.logprobs, np.float32).reshape(-1, 1)
-            output.new_logprobs, self.logprobs = LogprobsLists(_UNUSED, values, _UNUSED), []
+            token_ids, chances = self.first
+            # The field of the ranks, which nothing uses, has the logprobs of the most likely first tokens.
+            output.new_logprobs, self.logprobs = LogprobsLists(token_ids, values, chances), []
+            self.first = (_UNUSED, _UNUSED)
         output.prefill_stats, self.prefill_stats = self.prefill_stats, None
         self.age = 0
         return output
@@ -81,7 +88,8 @@ class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         if asked is not None and asked.num_logprobs is not None:
             self._requests_seen += 1
             every = 1 if asked.stop else EVERY
-            self._kept[request.request_id] = _Kept(request.client_index, every, self._requests_seen % every)
+            age, likely = self._requests_seen % every, asked.num_logprobs
+            self._kept[request.request_id] = _Kept(request.client_index, every, age, likely=likely)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
@@ -105,10 +113,9 @@ class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
         sent = super().update_from_output(scheduler_output, model_runner_output)
         sampled = [] if logprobs is None else logprobs.logprobs[:, 0].tolist()
-        starts = None if logprobs is None else logprobs.cu_num_generated_tokens
         rows = model_runner_output.req_id_to_index
         for message in sent.values():
-            message.outputs = [each for each in message.outputs if self._is_due(each, sampled, starts, rows)]
+            message.outputs = [each for each in message.outputs if self._is_due(each, sampled, logprobs, rows)]
         extra, self._aborted = self._aborted, []
         if self.pause_state is PauseState.PAUSED_ALL:
             for name, kept in self._kept.items():
@@ -119,7 +126,7 @@ class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return sent
 
     def _is_due(
-        self, output: EngineCoreOutput, sampled: list[float], starts: list[int] | None, rows: dict[str, int]
+        self, output: EngineCoreOutput, sampled: list[float], logprobs: LogprobsLists | None, rows: dict[str, int]
     ) -> bool:
         """Keep the output, or move everything kept into it and return True."""
         kept = self._kept.get(output.request_id)
@@ -127,9 +134,14 @@ class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
             return True
         if tokens := output.new_token_ids:
             row = rows[output.request_id]
+            starts = None if logprobs is None else logprobs.cu_num_generated_tokens
             first = row if starts is None else starts[row]
             kept.token_ids += tokens
             kept.logprobs += sampled[first : first + len(tokens)]
+            if kept.likely and logprobs is not None:
+                likely = slice(1, 1 + kept.likely)  # the first column is the sampled token
+                kept.first = logprobs.logprob_token_ids[first, likely], logprobs.logprobs[first, likely]
+                kept.likely = 0
         kept.prefill_stats = kept.prefill_stats or output.prefill_stats
         kept.age += 1
         if output.finish_reason is not None:
@@ -158,11 +170,15 @@ class SampledLogprobs(LogprobsProcessor):
 
     def __init__(self) -> None:
         super().__init__(None, [], None, None, 0, None)
+        self.first: list[tuple[int, float]] = []
+        """The most likely first tokens and their logprobs, if the request asks for them."""
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
         if output.new_logprobs is not None:
             assert isinstance(self.logprobs, list)
-            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            new = output.new_logprobs
+            self.logprobs += new.logprobs[:, 0].tolist()
+            self.first += zip(new.logprob_token_ids.tolist(), new.sampled_token_ranks.tolist(), strict=True)
 
 
 lora_repairs.install()

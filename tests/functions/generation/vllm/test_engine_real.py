@@ -150,6 +150,19 @@ async def test_greedy_tokens_and_logprobs_are_those_of_hugging_face(case: Case) 
     assert largest_difference(sampled.logprobs, logprobs) < TOLERANCE
 
 
+@of_vllm
+async def test_the_most_likely_first_tokens_are_those_of_hugging_face(case: Case) -> None:
+    asked, other = _request("likely", top_logprobs=5), _request("other")
+    sampled, alone = await asyncio.gather(case.engine.sample(asked), case.engine.sample(other))
+    with torch.no_grad():
+        logits = case.model.model(torch.tensor([asked.token_ids])).logits[0, -1]
+    values, token_ids = torch.log_softmax(logits, -1).topk(5)
+    assert [text for text, _ in sampled.first] == [VOCABULARY[token] for token in token_ids.tolist()]
+    assert largest_difference([value for _, value in sampled.first], values.tolist()) < TOLERANCE
+    assert len(sampled.logprobs) == len(sampled.token_ids)
+    assert alone.first == ()
+
+
 @contract
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 async def test_logprobs_are_at_the_sampling_temperature(case: Case, temperature: float) -> None:
