@@ -13,24 +13,19 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from rlhfless.functions.base import CallResult, DeviceBinding, Function, FunctionSettings, admitted
-from rlhfless.functions.calls import Call, CallUsage, FunctionBroken, ReplicaInfo, Reply
-from rlhfless.functions.devices import Planned, cuda_fault, engine_fault
+from rlhfless.functions.base import CallResult, admitted
+from rlhfless.functions.calls import Call, CallUsage, Reply
 from rlhfless.functions.generation.engine import (
     OFFER,
-    Engine,
-    EngineDead,
     EngineSettings,
-    EngineTimeout,
     LoadReport,
     Sampled,
     SampleRequest,
-    engine_class,
 )
-from rlhfless.functions.generation.engine_log import log_file
+from rlhfless.functions.generation.engine_function import EngineFunction, EngineFunctionSettings
 from rlhfless.functions.generation.episodes import EpisodeRollouter, EpisodeSettings
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
@@ -46,9 +41,9 @@ from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
 from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
-from rlhfless.spec.imports import add_import_paths, import_paths
+from rlhfless.spec.imports import import_paths
 from rlhfless.util.tasks import gather_or_cancel
-from rlhfless.weights.check import WeightCheckFailed, WeightFileError, check_probe, default_tolerance
+from rlhfless.weights.check import WeightCheckFailed, check_probe, default_tolerance
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +54,9 @@ by nats, which exceeds it in every dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationSettings(FunctionSettings):
-    engine: EngineSettings
+class GenerationSettings(EngineFunctionSettings):
     probe_tolerance: float
     """Largest difference between engine and learner in the logprob of a probe token."""
-    binding: DeviceBinding
-    run_folder: str
-    """The run's own folder; the engine's log is written there if the actor's machine has it."""
-    planned: Planned = field(default_factory=dict)
-    import_paths: tuple[str, ...] = ()
-    """Folders from which to import a user-defined engine: the driver's `sys.path`."""
     episodes: EpisodeSettings | None = None
     """None in a run without an environment."""
 
@@ -77,7 +65,7 @@ class WrongVersion(RuntimeError):
     """A request asked for weights that the engine does not serve."""
 
 
-class GenerationFunction(Function):
+class GenerationFunction(EngineFunction):
     """A generation actor."""
 
     @staticmethod
@@ -100,21 +88,10 @@ class GenerationFunction(Function):
         )
 
     async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
-        # Serve awaits the constructor; the replica is ready when the engine is.
-        from ray import serve  # takes seconds to import, and a driver that only makes calls does not need it
-
-        super().__init__(settings)
-        settings.binding.bind()
-        add_import_paths(settings.import_paths)
-        self._settings = settings
-        with self.starting():
-            settings.binding.require_usable()
-            log_of_replica = log_file(settings.run_folder, settings.run_id, serve.get_replica_context().app_name)
-            try:
-                self._engine: Engine = await engine_class(settings.engine).start(settings.engine, log_of_replica)
-            except EngineDead as error:
-                fault = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
-                raise fault or error from error
+        await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
+        if self._unfit is not None:
+            return
+        self._settings: GenerationSettings = settings
         self._loaded: PublishedWeights | None = None
         self._loading = asyncio.Lock()
         self._runs: dict[RequestRun, int] = {}
@@ -122,20 +99,6 @@ class GenerationFunction(Function):
         self._cached = CachedBlocks(self._engine.block_tokens)
         episodes = settings.episodes
         self._rollouter = None if episodes is None else EpisodeRollouter(episodes, episodes.chat_format())
-
-    @admitted
-    async def describe(self, _: Call) -> CallResult[ReplicaInfo]:
-        """Describe the replica. Raises FunctionBroken if the engine is dead."""
-        if not self._engine.usable:
-            raise FunctionBroken("the engine is dead")
-        engine = self._engine
-        about = replace(
-            self.info(engine.pids),
-            kv_capacity_tokens=engine.kv_capacity_tokens,
-            start_seconds=engine.start_seconds,
-            log=str(engine.log),
-        )
-        return CallResult(about)
 
     @admitted
     async def load(self, call: Call, published: PublishedWeights, *, in_flight: bool = False) -> CallResult[Loaded]:
@@ -151,13 +114,13 @@ class GenerationFunction(Function):
             if self._loaded is None or self._loaded.version != published.version:
                 self._loaded = None
                 self._settings.engine.store.require_shared()
-                with self._engine_faults("a load"):
+                with self.engine_faults("a load"):
                     # Wake the weights before KV: a load may need memory that KV uses.
                     await self._engine.wake("weights")
                     report = await self._load_and_check(published, in_flight)
                 self._loaded = published
             elif self._engine.rest.tier is not None:
-                with self._engine_faults("waking up"):
+                with self.engine_faults("waking up"):
                     await self._wake_and_check()
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         transport, read_back = (None, published.tensors) if report is None else (report.transport, report.read_back)
@@ -196,7 +159,7 @@ class GenerationFunction(Function):
         run = RequestRun(self._engine, request, call, self.incarnation, self._cached, self._rollouter)
         self._runs[run] = call.attempt
         try:
-            with self._engine_faults("generation"):
+            with self.engine_faults("generation"):
                 async for event in run.events():
                     yield event
         finally:
@@ -211,7 +174,7 @@ class GenerationFunction(Function):
         self.admit(call)
         await self._require_version(request)
         start_s = time.time()
-        with self._engine_faults("a precomputation"):
+        with self.engine_faults("a precomputation"):
             expected = [self._cached.add(prefix) for prefix in request.prefixes]
             offers = request.offers or (None,) * len(request.prefixes)
             transfers = [OFFER if request.offer else offer for offer in offers]
@@ -252,7 +215,7 @@ class GenerationFunction(Function):
     @admitted
     async def abort(self, _: Call, keys: Sequence[SampleKey] | None = None) -> CallResult[int]:
         """Stop the samples of `keys`, or all if None; their streams yield the tokens so far. Idempotent."""
-        with self._engine_faults("an abort"):
+        with self.engine_faults("an abort"):
             aborted = sum([await run.abort(keys) for run in list(self._runs)])
         return CallResult(aborted)
 
@@ -261,7 +224,7 @@ class GenerationFunction(Function):
         """Put the drained engine to sleep; see Engine.sleep. Raises EngineBusy."""
         async with self._loading:
             await self._end_earlier(call)
-            with self._engine_faults("falling asleep"):
+            with self.engine_faults("falling asleep"):
                 slept = await self._engine.sleep(tier)
             self._cached.clear()
             if self._engine.rest.empty:
@@ -276,7 +239,7 @@ class GenerationFunction(Function):
         """
         async with self._loading:
             if self._engine.rest.tier is not None:
-                with self._engine_faults("waking up"):
+                with self.engine_faults("waking up"):
                     await self._wake_and_check()
         return CallResult(None)
 
@@ -288,12 +251,6 @@ class GenerationFunction(Function):
             logprobs = await self._engine.logprobs(probe.token_ids)
             check_probe(version, probe, logprobs, OF_ROUNDING * self._settings.probe_tolerance)
 
-    @admitted
-    async def stop(self, _: Call) -> CallResult[None]:
-        """Shut the engine down. The replica answers nothing afterwards."""
-        await self._engine.stop()
-        return CallResult(None)
-
     def clean_up(self) -> None:
         """Delete the node's weight cache, which outlives processes.
 
@@ -301,19 +258,6 @@ class GenerationFunction(Function):
         """
         if self._settings.engine.store.token:
             shutil.rmtree(self._settings.engine.store.folder, ignore_errors=True)
-
-    @contextmanager
-    def _engine_faults(self, doing: str) -> Iterator[None]:
-        """Convert engine failures to FunctionBroken.
-
-        An engine that died, hangs or failed mid-load cannot recover, but a new one may. WeightCheckFailed passes
-        through: another engine would not load the right weights either.
-        """
-        try:
-            yield
-        except (EngineDead, EngineTimeout, WeightFileError) as error:
-            self._engine.kill()
-            raise FunctionBroken(f"the engine failed during {doing}: {error}") from error
 
 
 @contextmanager
