@@ -39,7 +39,7 @@ from rlhfless.scaling.memory import (
     with_scores,
 )
 from rlhfless.scaling.placement import CPU_KIND, ReplicaRequest, Site
-from rlhfless.spec import RunSpec, TeacherSpec
+from rlhfless.spec import EngineSpec, JudgeSpec, RunSpec, TeacherSpec
 from rlhfless.spec.base import Ranks, count_of
 
 # Engines: generation and prefill.
@@ -197,6 +197,44 @@ REWARD_MODEL = FunctionSpec(
     _reward_model_phases,
 )
 
+
+def judge_kinds(spec: RunSpec) -> tuple[FunctionSpec, ...]:
+    """Return the function of each judge with a path: an engine on devices of the learner's side."""
+    places = ((index, part) for index, part in enumerate(spec.rewards) if part in spec.judges)
+    return tuple(_judge(f"rewards.{index}.tensor_parallel_size", judge) for index, judge in places)
+
+
+def _judge(key: str, judge: JudgeSpec) -> FunctionSpec:
+    name, count = judge.function, judge.tensor_parallel_size
+    return FunctionSpec(
+        name,
+        FunctionRole.SCORES,
+        "rlhfless.functions.scoring.judge:JudgeFunction",
+        lambda _: ReplicaRequest(name, Site.LEARNER_SHARED, ranks=count, ranks_key=key, one_node=True),
+        lambda spec: held(spec, "hold_scoring"),
+        lambda terms: _judge_phases(terms, judge),
+        settings=judge,
+    )
+
+
+def _judge_phases(terms: MemoryTerms, judge: JudgeSpec) -> tuple[MemoryPhase, ...]:
+    """Return the memory of one device of a judge's engine."""
+    on_gpu, engine, count = terms.sheet.kind != CPU_KIND, EngineSpec(), judge.tensor_parallel_size
+    parts = engine_parts(
+        terms.frozen.get(judge.function, terms.shape),
+        judge.dtype,
+        count,
+        engine.batch_tokens,
+        engine.sequence_limit,
+        graphs=on_gpu,
+    )
+    parts = (*parts, MemoryPart("KV", int(judge.kv_cache_gib * GIB)))
+    if on_gpu:
+        parallel = MemoryPart("tensor parallelism", TENSOR_PARALLEL_BYTES * (count > 1))
+        parts = (*parts, MemoryPart(PROCESS, PROCESS_BYTES), parallel)
+    return (MemoryPhase("judge", parts),)
+
+
 # Frozen models that compute logprobs: the reference, and teachers.
 
 
@@ -274,7 +312,7 @@ def _teacher(index: int, teacher: TeacherSpec) -> FunctionSpec:
         "rlhfless.functions.per_token:PerTokenFunction",
         lambda spec: _frozen_ranks(name, ranks_of(spec), f"teachers.{index}.ranks"),
         lambda spec: held(spec, "hold_reference"),
-        lambda terms: _frozen_phases(terms, terms.teachers.get(name, terms.shape), ranks_of(terms.spec)),
+        lambda terms: _frozen_phases(terms, terms.frozen.get(name, terms.shape), ranks_of(terms.spec)),
         output=name,
         computes=teacher.teaches,
         width=2,

@@ -47,6 +47,7 @@ from rlhfless.sim.strict import StrictRunner
 from rlhfless.sim.trained import TrainedState
 from rlhfless.sim.virtual_loop import VirtualLoop, run_virtual, waiting
 from rlhfless.spec import RunSpec
+from rlhfless.spec.rewards import JUDGE_PREFIX
 from rlhfless.util.tasks import gather_or_cancel
 
 SPEC = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
@@ -363,7 +364,12 @@ def _pools(
 
 
 def _kind_of(function: str) -> FunctionSpec:
-    """Return the declaration of a function; teachers and users' own functions work like the reference."""
+    """Return the declaration of a function.
+
+    Judges work like reward models, teachers and users' own functions like the reference.
+    """
+    if function.startswith(JUDGE_PREFIX):
+        return replace(declared()[FunctionName.REWARD_MODEL], name=function)
     reference = declared()[FunctionName.REFERENCE]
     return declared().get(function) or replace(reference, name=function, output=function)
 

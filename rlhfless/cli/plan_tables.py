@@ -187,7 +187,7 @@ def devices_lines(rows: Sequence[PlannedDevices]) -> RenderableType:
         notes += [
             f"{each.function} works {each.share:.0%} of the time, on the run's devices; a pool of its own, "
             f"{each.devices} x {each.kind} for the whole run, would cost {money(each.pool_usd)}"
-            for each in row.teachers
+            for each in row.models
         ]
     return Group(made, *map(Prose, notes))
 

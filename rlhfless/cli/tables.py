@@ -148,6 +148,9 @@ def trace_report(run_id: str, summary: Summary, waits: EpisodeWaits | None = Non
         again = f"{waits.recomputed_tokens:,} tokens computed again after waits"
         held = f"held {waits.environment_s:,.0f} s ({money(waits.environment_usd)})"
         parts += ["", f"environment      episodes waited {waits.episodes_s:,.0f} s; {actors}; {again}; {held}"]
+    costs = {usage.name: usage.cost_usd for usage in summary.functions}
+    for function, usd in summary.pools_usd.items():
+        parts += ["", f"{function} cost {money(costs[function])}; devices of its own for the whole run: {money(usd)}"]
     if summary.engine_starts:
         phases = mean_phases(summary.engine_starts)
         by_phase = ", ".join(f"{phase.replace('_', ' ')} {seconds:.1f}" for phase, seconds in phases.items())

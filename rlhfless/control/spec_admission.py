@@ -20,7 +20,7 @@ from rlhfless.control.errors import refused
 from rlhfless.control.objects import MOST_INTEGER
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER
-from rlhfless.spec import EndpointPart, RunSpec
+from rlhfless.spec import HttpSpec, JudgeSpec, RunSpec
 from rlhfless.spec.base import locations, size_problems
 from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.document import MOST_DEPTH
@@ -80,8 +80,8 @@ async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> Ru
 
     spec = posted_spec(values, settings)
     loop, hosts = asyncio.get_running_loop(), settings.http_hosts
-    asked_of = [(index, reward) for index, reward in enumerate(spec.rewards) if isinstance(reward, EndpointPart)]
-    urls = {f"rewards.{index}.url": reward.url for index, reward in asked_of}
+    asked_of = [each if isinstance(each, HttpSpec | JudgeSpec) else None for each in spec.rewards]
+    urls = {f"rewards.{index}.url": each.url for index, each in enumerate(asked_of) if each and each.url is not None}
     urls |= {f"teachers.{index}.url": each.url for index, each in enumerate(spec.teachers) if each.url is not None}
     asked = {loop.run_in_executor(_RESOLVERS, refusal, url, hosts): place for place, url in urls.items()}
     if not asked:

@@ -102,7 +102,7 @@ def hub_models(spec: RunSpec) -> tuple[str, ...]:
     """Return the models and tokenizers of a run that come from the hub rather than from a folder."""
     critic = {spec.critic_source.path} if spec.critic is not None else set()
     teachers = {each.path for each in spec.teachers if not each.is_self}
-    rewards = {model.path for model in spec.reward_models}
+    rewards = {model.path for model in spec.reward_models} | {judge.path for judge in spec.judges}
     named = {spec.model.path, spec.model.tokenizer, *rewards, *critic, *teachers}
     return tuple(sorted(name for name in named if name and not is_path(name)))
 

@@ -13,14 +13,14 @@ from typing import Any
 from rlhfless.functions.kinds import kv_bytes
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
-from rlhfless.scaling.function_specs import MemoryTerms, kinds_of
+from rlhfless.scaling.function_specs import FrozenShapes, MemoryTerms, kinds_of
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
 from rlhfless.scaling.latency.known_models import known_config
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Node, device_kind
 from rlhfless.scaling.prices import load_price_book
-from rlhfless.spec import RewardModelSpec, RunSpec
+from rlhfless.spec import DType, RewardModelSpec, RunSpec
 from rlhfless.spec.base import MOST_PROCESSES
 from rlhfless.spec.data import is_path
 from rlhfless.spec.errors import InputError, Problem
@@ -115,7 +115,7 @@ def planned(
         return {}
     rewards = reward_shapes(spec)
     # The figure would be wrong if only some reward models have known sizes.
-    others = teacher_shapes(spec), draft_shape(spec)
+    others = frozen_shapes(spec), draft_shape(spec)
     terms = MemoryTerms(spec, shape, device_of(kind), sequence_tokens, rewards, *others)
     unknown = len(rewards) < len(spec.reward_models)
     return {
@@ -152,17 +152,18 @@ def reward_shapes(spec: RunSpec) -> tuple[tuple[RewardModelSpec, ModelShape], ..
     return tuple(shapes)
 
 
-def teacher_shapes(spec: RunSpec) -> Mapping[str, ModelShape]:
-    """Return the sizes of teachers by function. Others are counted with the policy's sizes."""
+def frozen_shapes(spec: RunSpec) -> FrozenShapes:
+    """Return the sizes of teachers and judges by function. Others are counted with the policy's sizes."""
+    taught = [each for each in spec.teachers if each.path is not None and not each.is_self]
+    named: dict[str, tuple[str | None, DType]] = {each.function: (each.path, spec.learner.dtype) for each in taught}
+    named |= {each.function: (each.path, each.dtype) for each in spec.judges}
     shapes = {}
-    for teacher in spec.teachers:
-        if teacher.path is None or teacher.is_self:
-            continue
+    for function, (path, dtype) in named.items():
+        assert path is not None, "others are left out"
         try:
-            shape = ModelShape.of_config(text_config(teacher.path))
-            shapes[teacher.function] = replace(shape, weight_bytes=DTYPE_BYTES[spec.learner.dtype])
+            shapes[function] = replace(ModelShape.of_config(text_config(path)), weight_bytes=DTYPE_BYTES[dtype])
         except (UnknownShape, ValueError, OSError) as error:
-            log.info("the memory plan counts the teacher %r with the policy's sizes: %s", teacher.path, error)
+            log.info("the memory plan counts %r of %s with the policy's sizes: %s", path, function, error)
     return shapes
 
 

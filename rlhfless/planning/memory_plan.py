@@ -16,10 +16,10 @@ from typing import Any
 
 from rlhfless.functions.kinds import kv_tokens, learner_phases
 from rlhfless.scaling.function_specs import (
-    NO_TEACHERS,
+    NO_SHAPES,
+    FrozenShapes,
     MemoryTerms,
     Rewards,
-    Teachers,
     kinds_of,
     place_run,
     replica_requests,
@@ -152,20 +152,20 @@ def memory_plan(
     sequence_tokens: int,
     host_bytes: int,
     rewards: Rewards = (),
-    teachers: Teachers = NO_TEACHERS,
+    frozen: FrozenShapes = NO_SHAPES,
     draft: ModelShape | None = None,
 ) -> MemoryPlan:
     """Return the plan of a run on `count` devices of a kind, plus those of its `placement.learner_kind`.
 
     Sequences have up to `sequence_tokens`. `host_bytes` is the memory of one machine; on CPU cores it is the devices'
-    own. `rewards` and `teachers` are the known sizes of reward models and teachers; `draft` those of a draft model.
-    Raises PlacementError if there are too few devices.
+    own. `rewards` are the known sizes of reward models, `frozen` those of teachers and judges, `draft` those of a draft
+    model. Raises PlacementError if there are too few devices.
     """
     of_learner = learner_sheet(spec, sheet)
     memory = {
         each.kind: host_bytes if each.kind == CPU_KIND else int(each.memory_bytes.value) for each in (sheet, of_learner)
     }
-    windows = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards, teachers, draft)
+    windows = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards, frozen, draft)
     beside = replace(windows, sheet=of_learner)
     engines = {wanted.function for wanted in replica_requests(spec) if wanted.site is Site.PER_REPLICA}
     kinds = {
@@ -281,11 +281,14 @@ def _nodes(kind: str, count: int, first: int = 0) -> list[Node]:
 
 
 def _frozen_bytes(terms: MemoryTerms) -> int:
-    """Return the host bytes needed to load reference, teachers and reward models, each in its own format."""
+    """Return the host bytes of reference, teachers and reward models as they load, and of judges that sleep there."""
     spec, number = terms.spec, DTYPE_BYTES[terms.spec.learner.dtype]
     frozen = [terms.shape] * (spec.needs_reference and not spec.learner_is_reference)
-    frozen += [terms.teachers.get(each.function, terms.shape) for each in spec.teachers if each.path is not None]
+    frozen += [terms.frozen.get(each.function, terms.shape) for each in spec.teachers if each.path is not None]
     rewards = sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in terms.rewards)
+    judges = spec.judges if spec.placement.in_turns else ()
+    shapes = ((each.dtype, terms.frozen.get(each.function, terms.shape)) for each in judges)
+    rewards += sum(DTYPE_BYTES[dtype] * shape.parameters for dtype, shape in shapes)
     return rewards + number * sum(shape.parameters for shape in frozen)
 
 
@@ -339,7 +342,7 @@ class Question:
     host_bytes: int
     rewards: Rewards = ()
     """The reward models of known size."""
-    teachers: Teachers = field(default_factory=dict)
+    frozen: FrozenShapes = field(default_factory=dict)
     draft: ModelShape | None = None
     """The sizes of a draft model."""
     given: RunSpec | None = None
@@ -376,7 +379,7 @@ class Question:
             self.sequence_tokens,
             self.host_bytes,
             self.rewards,
-            self.teachers,
+            self.frozen,
             self.draft,
         )
 

@@ -28,8 +28,8 @@ class PlannedCost(ApiObject):
     """What the bands cover."""
 
 
-class PlannedTeacher(ApiObject):
-    """A teacher of a planned run, beside a pool of devices that it would have for the whole run."""
+class PlannedModel(ApiObject):
+    """A teacher or judge of a planned run, beside a pool of devices that it would have for the whole run."""
 
     function: str
     kind: str
@@ -60,8 +60,8 @@ class PlannedDevices(ApiObject):
     """Why nothing is predicted although the run fits."""
     no_engine: str | None
     """Why no run can be started on these devices, although one can be planned for them."""
-    teachers: list[PlannedTeacher] = []
-    """The teachers on these devices; empty without a prediction."""
+    models: list[PlannedModel] = []
+    """The teachers and judges on these devices; empty without a prediction."""
 
 
 class PlannedSchedule(ApiObject):

@@ -15,10 +15,10 @@ from rlhfless.planning.inputs import (
     DeviceCount,
     devices_of,
     draft_shape,
+    frozen_shapes,
     host_memory_bytes,
     reward_shapes,
     shape_of,
-    teacher_shapes,
 )
 from rlhfless.planning.memory_plan import MemoryPlan, Question, edited, is_set
 from rlhfless.planning.placement_search import (
@@ -183,7 +183,7 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     wanted = sequence_tokens or PROMPT_TOKENS + (RESPONSE_TOKENS if spec.supervised else spec.generation.max_tokens)
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
-    others = reward_shapes(spec), teacher_shapes(spec), draft_shape(spec)
+    others = reward_shapes(spec), frozen_shapes(spec), draft_shape(spec)
     given = resolve_for_kind(spec, kind, shape)
     asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, given)
     asked = replace(asked, spec=placed(asked))

@@ -140,7 +140,7 @@ class Planner:
             "costs_usd": {} if found is None else costs_usd(self.spec, asked.devices, found.cost.cost_usd),
             "reason": reason,
             "no_engine": asked.sheet.no_engine,
-            "teachers": [] if found is None else _teachers(asked, found),
+            "models": [] if found is None else _models(asked, found),
         }
 
     def sizes(self, spec: RunSpec, kind: str, present: int) -> dict[str, Any] | None:
@@ -228,10 +228,11 @@ class Planner:
         return bool(trace.meta.spec["model"]["path"] == asked.spec.model.path) and kinds >= asked.devices.keys()
 
 
-def _teachers(asked: Question, found: Predicted) -> list[dict[str, Any]]:
-    """Return a PlannedTeacher for each teacher with devices of the run."""
+def _models(asked: Question, found: Predicted) -> list[dict[str, Any]]:
+    """Return a PlannedModel for each teacher and judge with devices of the run."""
     price = load_price_book(asked.spec.scaling.prices).device(asked.learner_sheet.kind)
     held = {each.function: count_of(each.ranks) for each in asked.spec.teachers if each.path is not None}
+    held |= {each.function: each.tensor_parallel_size for each in asked.spec.judges}
     hours = found.cost.wall_s / SECONDS_PER_HOUR
     return [
         {

@@ -37,7 +37,7 @@ from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations
-from rlhfless.spec import RunSpec, ScheduleSpec, SyncSpec, TeacherSpec
+from rlhfless.spec import JudgeSpec, RunSpec, ScheduleSpec, SyncSpec, TeacherSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
 
@@ -357,6 +357,8 @@ def _scenario(
         values["reference"] = {"devices": count_of(spec.reference.ranks)}
     if taught := [each for each in spec.teachers if each.path is not None]:  # the time of a server is not known
         values["teachers"] = [_teacher(each) for each in taught]
+    if spec.judges:
+        values["judges"] = [_judge(each) for each in spec.judges]
     if spec.critic is not None:
         values["critic"] = {"epochs": spec.epochs_of("critic"), "devices": spec.critic.world_size}
     if spec.scaling.generation.fixed:
@@ -365,16 +367,26 @@ def _scenario(
 
 
 def _teacher(teacher: TeacherSpec) -> dict[str, Any]:
-    """Return a teacher of a scenario, with the policy's sizes if its own cannot be read."""
-    values: dict[str, Any] = {"name": teacher.name, "devices": count_of(teacher.ranks)}
-    if teacher.path is None or teacher.is_self:
-        return values
+    path = None if teacher.is_self else teacher.path
+    return {"name": teacher.name, "devices": count_of(teacher.ranks), **_sizes(path)}
+
+
+def _judge(judge: JudgeSpec) -> dict[str, Any]:
+    tokens = 1 if judge.verdict == "yes_no" else judge.max_tokens
+    values = {"name": judge.label, "devices": judge.tensor_parallel_size, "answer_tokens": tokens}
+    return values | _sizes(judge.path)
+
+
+def _sizes(path: str | None) -> dict[str, Any]:
+    """Return the sizes of a scenario's further model; those of the policy if its own cannot be read."""
+    if path is None:
+        return {}
     try:
-        config = text_config(teacher.path)
+        config = text_config(path)
         ModelShape.of_config(config)
     except (UnknownShape, ValueError, OSError):
-        return values  # the memory plan says so
-    return values | {"model": {"config": dict(config)}}
+        return {}  # the memory plan says so
+    return {"model": {"config": dict(config)}}
 
 
 def _schedule(spec: RunSpec) -> ScheduleSpec:

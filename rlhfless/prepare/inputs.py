@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from rlhfless.spec import RunSpec
+from rlhfless.spec import JudgeSpec, RewardModelSpec, RunSpec
 from rlhfless.spec.data import is_path
 from rlhfless.spec.imports import TargetError, load_target
 from rlhfless.spec.load import fields_of_targets
@@ -105,7 +105,7 @@ def _model_paths(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if spec.supervised:
         return
     for i, part in enumerate(spec.rewards):
-        if part.type == "reward_model":
+        if isinstance(part, RewardModelSpec | JudgeSpec) and part.path is not None:
             yield f"rewards.{i}.path", part.path
     if spec.critic is not None and spec.critic_source.path != spec.model.path:
         yield "critic.model", spec.critic_source.path

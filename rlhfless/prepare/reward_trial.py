@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless.prepare.data_rows import Row, read_rows
 from rlhfless.prepare.model import PolicyModel, load_policy
@@ -21,6 +23,10 @@ from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import shown
 from rlhfless.util.text import storable_values
+
+if TYPE_CHECKING:
+    from rlhfless.functions.generation.engine import Device, Engine
+    from rlhfless.functions.scoring.judge import EngineAnswers
 
 # Columns of a row that do not belong to the data set.
 _OWN = ("prompt", "response", "response_tokens", "finish_reason", "prompt_id", "sample_index")
@@ -158,18 +164,46 @@ async def _score(spec: RunSpec, samples: Sequence[RewardSample]) -> tuple[list[S
     batches = [samples[first : first + size] for first in range(0, len(samples), size)]
     models = _models(spec)
     weights = {part.label: part.weight for part in spec.reward_models}
-    rewards = Rewards(spec.rewards, spec.scoring)
     scores: list[Score] = []
-    try:
-        await rewards.start()
-        began = time.perf_counter()
-        for batch in batches:
-            columns = [await asyncio.to_thread(model.score, batch) for model in models]
-            networks = combined(weights, columns, len(batch), spec.scoring.on_failure)
-            scores += [a.plus(b) for a, b in zip(await rewards.score(batch), networks, strict=True)]
-        return scores, time.perf_counter() - began
-    finally:
-        rewards.close()
+    async with _engines(spec) as engines:
+        rewards = Rewards(spec.rewards, spec.scoring, engines)
+        try:
+            await rewards.start()
+            began = time.perf_counter()
+            for batch in batches:
+                columns = [await asyncio.to_thread(model.score, batch) for model in models]
+                networks = combined(weights, columns, len(batch), spec.scoring.on_failure)
+                scores += [a.plus(b) for a, b in zip(await rewards.score(batch), networks, strict=True)]
+            return scores, time.perf_counter() - began
+        finally:
+            rewards.close()
+
+
+@asynccontextmanager
+async def _engines(spec: RunSpec) -> AsyncIterator[Mapping[str, EngineAnswers]]:
+    """Start the engines of judges with a path on this machine's devices. Raises InputError if one fails."""
+    if not spec.judges:
+        yield {}
+        return
+    import torch
+
+    from rlhfless.functions.generation.engine import EngineDead, EngineTimeout, engine_class
+    from rlhfless.functions.scoring.judge import EngineAnswers, engine_settings
+
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    engines: dict[str, Engine] = {}
+    with tempfile.TemporaryDirectory(prefix="rlhfless-judges-") as folder:
+        try:
+            for judge in spec.judges:
+                settings = engine_settings(judge, spec, device, folder)
+                engines[judge.label] = await engine_class(settings).start(settings)
+            yield {judge.label: EngineAnswers(judge, engines[judge.label]) for judge in spec.judges}
+        except (EngineDead, EngineTimeout) as error:
+            hint = "try the judge on a machine whose memory or GPUs hold its model"
+            raise InputError("a judge's engine failed", [Problem("rewards", str(error), hint)]) from error
+        finally:
+            for engine in engines.values():
+                await engine.stop()
 
 
 def _models(spec: RunSpec) -> list[Any]:

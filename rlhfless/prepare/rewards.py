@@ -13,6 +13,7 @@ import numpy as np
 
 from rlhfless.prepare.data_rows import Row
 from rlhfless.prepare.faults import Faults
+from rlhfless.prepare.judges import judge_faults
 from rlhfless.prepare.model import require_name
 from rlhfless.prepare.model_weights import Head, weight_problems
 from rlhfless.records import FinishReason, Prompt
@@ -45,6 +46,8 @@ def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
     for index, reward in enumerate(spec.rewards):
         own = [prompt for prompt in prompts if reward.scores(prompt.source)]
         models = _model_faults(reward) if isinstance(reward, RewardModelSpec) else []
+        if isinstance(reward, JudgeSpec) and reward.path is not None:
+            models = judge_faults(reward, own)
         for what in (*_row_faults(reward, own, spec.scoring.http_hosts), *models):
             bad = {prompt.prompt_id for prompt, _ in what.faults} if isinstance(what, RowFaults) else ()
             hint = skip_hint(spec.data, len(bad), len(own)).removeprefix("; or ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlhfless.records import Score
@@ -44,19 +45,24 @@ from rlhfless.util.tasks import gather_or_cancel
 
 if TYPE_CHECKING:
     from rlhfless.rewards.http import HttpReward
-    from rlhfless.rewards.judge import Judge
+    from rlhfless.rewards.judge import Ask, Judge
+
+NO_ENGINES: Mapping[str, Ask] = MappingProxyType({})
 
 LocalSpec = ExactMatchSpec | RegexSpec | FormatSpec | LengthPenaltySpec | HttpSpec | JudgeSpec
 
 
 class Rewards:
-    """All rewards of a run except reward models, which have their own replica.
+    """All rewards of a run except those with a replica of their own: reward models, and judges with a path.
 
     Call `start` before the first samples and `close` after the last: they manage the worker processes.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], scoring: ScoringSpec) -> None:
-        own = [spec for spec in specs if not isinstance(spec, RewardModelSpec)]
+    def __init__(
+        self, specs: Sequence[RewardSpec], scoring: ScoringSpec, engines: Mapping[str, Ask] = NO_ENGINES
+    ) -> None:
+        """`engines`: those of judges with a path, by label, in the process that has them."""
+        own = [spec for spec in specs if not _is_apart(spec) or spec.label in engines]
         isolated = [spec for spec in own if isinstance(spec, VerifierSpec)]
         self._scoring = scoring
         self._workers = Workers(isolated, scoring.workers) if isolated else None
@@ -65,8 +71,8 @@ class Rewards:
         for spec in own:
             if self._workers is not None and isinstance(spec, VerifierSpec):
                 self._rewards.append((spec, partial(self._workers.score, isolated.index(spec))))
-            elif not isinstance(spec, VerifierSpec):
-                self._rewards.append((spec, _local(spec, scoring.http_hosts)))
+            elif not isinstance(spec, VerifierSpec | RewardModelSpec):
+                self._rewards.append((spec, _local(spec, scoring.http_hosts, engines.get(spec.label))))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -143,14 +149,20 @@ _VERIFIERS: Mapping[type, Callable[[Any], Verifier]] = {
 }
 
 
-def _local(spec: LocalSpec, hosts: tuple[str, ...] | None) -> SampleReward | HttpReward | Judge:
+def _is_apart(spec: RewardSpec) -> bool:
+    return isinstance(spec, RewardModelSpec) or (isinstance(spec, JudgeSpec) and spec.path is not None)
+
+
+def _local(
+    spec: LocalSpec, hosts: tuple[str, ...] | None, engine: Ask | None = None
+) -> SampleReward | HttpReward | Judge:
     if not isinstance(spec, HttpSpec | JudgeSpec):
         return _LOCAL[type(spec)](spec)
     # Imported here, because httpx takes a quarter of a second to import.
     from rlhfless.rewards.http import HttpReward
     from rlhfless.rewards.judge import Judge
 
-    return HttpReward(spec, hosts) if isinstance(spec, HttpSpec) else Judge(spec, hosts)
+    return HttpReward(spec, hosts) if isinstance(spec, HttpSpec) else Judge(spec, hosts, engine)
 
 
 def verifier(spec: VerifierSpec) -> Verifier:

@@ -1,4 +1,4 @@
-"""Judges: a language model behind an OpenAI-compatible server scores responses (docs/rewards.md).
+"""Judges: a language model scores responses, behind an OpenAI-compatible server or in an engine (docs/judges.md).
 
 What the policy or the data set wrote reaches the judge as data: each value is put into the template once, between
 fences that carry a digest of all values, and its control tokens are broken. A response cannot close its fence, because
@@ -7,13 +7,14 @@ it cannot contain a digest of itself.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -35,6 +36,7 @@ from rlhfless.rewards.protocol import (
     unscorable,
 )
 from rlhfless.spec import PLACEHOLDER, JudgeSpec
+from rlhfless.util.tasks import gather_or_cancel
 
 KEPT_VERDICTS = 65_536
 """Verdicts that a replica keeps, so that equal questions are asked once."""
@@ -60,17 +62,23 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 Verdict = tuple[float, ...]
 """One number, or one per response of a group."""
 
+Ask = Callable[[Mapping[str, Any]], Awaitable[Any]]
+"""Answers the body of a chat completion request with a chat completion, as JSON values, or with Failed."""
+
 
 class Judge:
-    def __init__(self, spec: JudgeSpec, hosts: Collection[str] | None = None) -> None:
-        """`hosts`: see ScoringSpec.http_hosts."""
+    def __init__(self, spec: JudgeSpec, hosts: Collection[str] | None = None, engine: Ask | None = None) -> None:
+        """`hosts`: see ScoringSpec.http_hosts. `engine`: asked in place of a URL; only needed to score."""
         self._spec = spec
-        self._endpoint = Endpoint(spec, f"{spec.url.rstrip('/')}/chat/completions", hosts, spec.retries)
+        self._engine = engine
+        self._endpoint = None
+        if spec.url is not None:
+            self._endpoint = Endpoint(spec, f"{spec.url.rstrip('/')}/chat/completions", hosts, spec.retries)
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Check the token, the URL and the template's columns, without asking the judge."""
-        problems = self._endpoint.problems()
+        problems = [] if self._endpoint is None else self._endpoint.problems()
         for name in self._spec.columns:
             problems += column_problems(name, prompts, lambda value: value is not None, "a value is needed")
         if not problems:
@@ -93,9 +101,29 @@ class Judge:
             digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
             questions.setdefault(digest, []).append(indices)
             bodies[digest] = body, mark
-        async with self._endpoint.client() as client, asyncio.TaskGroup() as group:
-            for digest, units in questions.items():
-                group.create_task(self._answer(client, digest, bodies[digest], units, report))
+        async with self._opened() as ask:
+            await gather_or_cancel(
+                *(self._answer(ask, digest, bodies[digest], units, report) for digest, units in questions.items())
+            )
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[Ask]:
+        if self._endpoint is None:
+            assert self._engine is not None, "the judge has an engine where it scores"
+            yield self._engine
+            return
+        async with self._endpoint.client() as client:
+            yield partial(self._post, self._endpoint, client)
+
+    @staticmethod
+    async def _post(endpoint: Endpoint, client: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
+        reply = await endpoint.post(client, body)
+        if isinstance(reply, Failed):
+            return reply
+        try:
+            return reply.json()
+        except ValueError:
+            return endpoint.failed(f"answered {quote(reply.text)}, which is no JSON")
 
     def _units(self, samples: Sequence[RewardSample]) -> Iterator[tuple[int, ...]]:
         """Yield the samples that are judged together."""
@@ -109,14 +137,14 @@ class Judge:
 
     async def _answer(
         self,
-        client: httpx.AsyncClient,
+        ask: Ask,
         digest: str,
         question: tuple[Mapping[str, Any], str],
         units: Sequence[tuple[int, ...]],
         report: Report,
     ) -> None:
         """Report the verdict of one question for all units that ask it."""
-        outcome = self._verdicts.get(digest) or await self._ask(client, *question, len(units[0]))
+        outcome = self._verdicts.get(digest) or await self._verdict(ask, *question, len(units[0]))
         if not isinstance(outcome, Failed):
             self._verdicts[digest] = outcome
             self._verdicts.move_to_end(digest)
@@ -126,18 +154,16 @@ class Judge:
             for place, index in enumerate(indices):
                 report(index, outcome if isinstance(outcome, Failed) else outcome[place])
 
-    async def _ask(
-        self, client: httpx.AsyncClient, body: Mapping[str, Any], mark: str, responses: int
-    ) -> Verdict | Failed:
-        reply = await self._endpoint.post(client, body)
+    async def _verdict(self, ask: Ask, body: Mapping[str, Any], mark: str, responses: int) -> Verdict | Failed:
+        reply = await ask(body)
         if isinstance(reply, Failed):
             return reply
         try:
-            return verdict_of(self._spec, reply.json(), mark, responses)
-        except ValueError:
-            return self._endpoint.failed(f"answered {quote(reply.text)}, which is no JSON")
+            return verdict_of(self._spec, reply, mark, responses)
         except Unscorable as error:
-            return self._endpoint.failed(str(error))
+            return (
+                Failed(f"{self._spec.path}: {error}") if self._endpoint is None else self._endpoint.failed(str(error))
+            )
 
 
 # -- the question
@@ -163,7 +189,7 @@ def request(spec: JudgeSpec, samples: Sequence[RewardSample]) -> tuple[dict[str,
     texts["responses"] = "\n".join(_fenced(f"response {n}", text, mark) for n, text in enumerate(responses, 1))
     texts["id"] = mark
     body = {
-        "model": spec.model,
+        "model": spec.model or spec.path,
         "messages": [
             {"role": "system", "content": f"{spec.system}\n\n{DATA_RULE.format(id=mark)}"},
             {"role": "user", "content": PLACEHOLDER.sub(lambda found: texts[found[1]], spec.template)},
@@ -174,6 +200,14 @@ def request(spec: JudgeSpec, samples: Sequence[RewardSample]) -> tuple[dict[str,
     if spec.verdict == "yes_no":
         body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
     return {key: value for key, value in (body | spec.body).items() if value is not None}, mark
+
+
+def chat_tokens(tokenizer: Any, body: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens of a body's messages by the chat template of a transformers tokenizer, which may raise."""
+    text = tokenizer.apply_chat_template(
+        body["messages"], tokenize=False, add_generation_prompt=True, **body.get("chat_template_kwargs") or {}
+    )
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _fenced(name: str, text: str, mark: str) -> str:

@@ -20,7 +20,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, groupby, pairwise
 from operator import attrgetter
@@ -33,6 +33,7 @@ from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, Acquired, Billing, PriceBook, RentalTerms, started
 from rlhfless.spec import LimitsSpec
+from rlhfless.spec.rewards import JUDGE_PREFIX
 from rlhfless.spec.teachers import FUNCTION_PREFIX
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
@@ -101,6 +102,8 @@ class Summary:
     """Devices that the run had to wait for."""
     engine_starts: tuple[Mapping[str, float], ...] = ()
     """Seconds per phase (StartPhase) of each engine start."""
+    pools_usd: Mapping[str, float] = field(default_factory=dict)
+    """Cost of each teacher and judge if it had held its devices alone, for the whole run."""
 
     @property
     def cost_usd(self) -> float:
@@ -133,7 +136,22 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
         prompts=_prompt_reuse(trace, math.fsum(times.wall_s for times in steps)),
         acquired=tuple(Acquired.of(trace.decisions)),
         engine_starts=tuple(started(trace.decisions)),
+        pools_usd=_pools_usd(trace, prices),
     )
+
+
+def _pools_usd(trace: Trace, prices: PriceBook) -> dict[str, float]:
+    devices: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for holding in trace.holdings:
+        if holding.function.startswith((FUNCTION_PREFIX, JUDGE_PREFIX)):
+            devices[holding.function].add((holding.device, holding.device_kind))
+    if not devices:
+        return {}
+    lasted_s = max(each.end_s for each in trace.holdings) - min(each.start_s for each in trace.holdings)
+    return {
+        function: lasted_s / SECONDS_PER_HOUR * math.fsum(prices.device(kind).usd_per_hour for _, kind in sorted(held))
+        for function, held in devices.items()
+    }
 
 
 def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> Usage:

@@ -29,16 +29,16 @@ BUILT_IN_FUNCTIONS = tuple(
 )
 """The built-in functions, in the order in which they are placed, shown, and updated."""
 
-TEACHERS = "rlhfless.functions.kinds:teacher_kinds"
-"""Makes the functions of a run's teachers, one for each."""
+FROM_LISTS = ("rlhfless.functions.kinds:judge_kinds", "rlhfless.functions.kinds:teacher_kinds")
+"""Make the functions of a run's judges and teachers, one for each."""
 
 Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
 """The reward models of a run whose sizes are known."""
 
-Teachers = Mapping[str, ModelShape]
-"""The sizes of a run's teachers, by function. Teachers without known sizes are counted with the policy's."""
+FrozenShapes = Mapping[str, ModelShape]
+"""The sizes of a run's teachers and judges, by function. Those without known sizes are counted with the policy's."""
 
-NO_TEACHERS: Teachers = MappingProxyType({})
+NO_SHAPES: FrozenShapes = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class MemoryTerms:
     sequence_tokens: int
     """Length of the longest sequence."""
     rewards: Rewards = ()
-    teachers: Teachers = field(default_factory=dict)
+    frozen: FrozenShapes = field(default_factory=dict)
     draft: ModelShape | None = None
     """Sizes of the engines' draft model or head, if they have one and its sizes are known."""
 
@@ -131,10 +131,10 @@ def declared() -> Mapping[str, FunctionSpec]:
 
 
 def kinds_of(spec: RunSpec) -> tuple[FunctionSpec, ...]:
-    """Return the functions of a run: the built-in ones that it needs, its teachers, then user-defined ones."""
-    teachers: tuple[FunctionSpec, ...] = load_target(TEACHERS)(spec)
+    """Return the functions of a run: built-in ones that it needs, judges, teachers, then user-defined ones."""
+    listed: list[FunctionSpec] = [kind for target in FROM_LISTS for kind in load_target(target)(spec)]
     own: list[FunctionSpec] = [make(settings, {}).kind(name) for name, settings in spec.functions.items()]
-    kinds = (kind for kind in (*declared().values(), *teachers, *own) if kind.wanted(spec) is not None)
+    kinds = (kind for kind in (*declared().values(), *listed, *own) if kind.wanted(spec) is not None)
     return tuple(kind if kind.output_in is None else replace(kind, output=kind.output_in(spec)) for kind in kinds)
 
 

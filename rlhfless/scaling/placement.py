@@ -206,6 +206,8 @@ class ReplicaRequest:
     """Processes of a sharded replica, at most one per device."""
     ranks_key: str = ""
     """The spec key that sets `ranks`."""
+    one_node: bool = False
+    """For LEARNER_SHARED: the devices are neighbours on one node, as those of an engine must be."""
 
 
 def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
@@ -282,11 +284,10 @@ def place(
         generation, learning = _sides(spec, by_node, per_actor)
     actors = sum(wanted.replicas for wanted in engines)
     windows = _windows(spec, generation, per_actor, engines, kind) if engines else []
-    learner = [device for node in learning for device in node.devices]
     used = windows[:actors] if spec.mode == "disaggregated" else []
     name = engines[0].function if engines else ""
     taken = sum(len(node.devices) for node in by_node) if kind == CPU_KIND else 0
-    chosen = _chosen(functions, windows, learner, of_learner, nodes, taken)
+    chosen = _chosen(functions, windows, learning, of_learner, nodes, taken)
     names = _GroupNames(held or ())
     parts = learning if held is None else [part for node in learning for part in _parts(node, per_actor)]
     groups = [
@@ -307,15 +308,16 @@ def _has_own_cores(wanted: ReplicaRequest, kind: str) -> bool:
 def _chosen(
     functions: Sequence[ReplicaRequest],
     windows: Sequence[_NodeDevices],
-    learner: Sequence[Device],
+    learning: Sequence[_NodeDevices],
     kind: str,
     nodes: Sequence[Node],
     first_core: int,
 ) -> dict[str, list[tuple[Device, ...]]]:
     """Return the devices of each replica of each function.
 
-    `kind` is that of the learner side; a function's own cores are numbered from `first_core`.
+    `learning` and `kind` are those of the learner side; a function's own cores are numbered from `first_core`.
     """
+    learner = [device for node in learning for device in node.devices]
     chosen: dict[str, list[tuple[Device, ...]]] = {}
     taken, next_window = 0, itertools.cycle(windows)
     for wanted in functions:
@@ -328,6 +330,15 @@ def _chosen(
             chosen[wanted.function] = [
                 tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(first_core, first_core + count))
             ]
+        elif wanted.one_node:
+            most = max(len(node.devices) for node in learning)
+            if wanted.ranks > most and kind != CPU_KIND:
+                what = (
+                    f"{wanted.ranks_key} is {wanted.ranks}, but no node of the learner has more than {most} device(s)"
+                )
+                raise PlacementError(what)
+            node = next(node for node in reversed(learning) if len(node.devices) >= min(wanted.ranks, most))
+            chosen[wanted.function] = [node.devices[-wanted.ranks :]]
         else:
             count = min(wanted.ranks, len(learner))
             places = sorted(-(taken + rank) % len(learner) for rank in range(1, count + 1))

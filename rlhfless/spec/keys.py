@@ -39,7 +39,7 @@ from rlhfless.spec.learner import (
     ScoringSpec,
     TrainingSpec,
 )
-from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
+from rlhfless.spec.rewards import JudgeSpec, RewardModelSpec, RewardSpec
 from rlhfless.spec.teachers import MOST_TEACHERS, TeacherSpec
 
 Labels = Annotated[
@@ -299,3 +299,8 @@ class RunKeys(SpecModel):
     def reward_models(self) -> tuple[RewardModelSpec, ...]:
         """Rewards that run on their own replica."""
         return tuple(part for part in self.rewards if isinstance(part, RewardModelSpec))
+
+    @property
+    def judges(self) -> tuple[JudgeSpec, ...]:
+        """Judges with a function of their own."""
+        return tuple(part for part in self.rewards if isinstance(part, JudgeSpec) and part.path is not None)

@@ -119,11 +119,28 @@ class JsonSchemaSpec(RewardPart):
 MOST_PORT = 65_535
 
 
-class EndpointPart(RewardPart):
-    """Keys of rewards that ask an HTTP endpoint."""
+def _has_a_host_and_no_password(url: str) -> str:
+    import httpx  # not needed for specs without such a reward
 
-    url: Annotated[str, Field(pattern=r"^https?://")]
-    """Address of the endpoint. Must not contain a user or password."""
+    without_user(url, "send a token instead: name its environment variable as `token_env`")
+    try:
+        host, port = httpx.URL(url).host, httpx.URL(url).port
+        host.encode("idna")  # as for the DNS lookup
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ValueError(f"not a URL: {error}") from error
+    if not host:
+        raise ValueError("not a URL: it names no host")
+    if port is not None and port > MOST_PORT:
+        raise ValueError(f"not a URL: its port {port} is above {MOST_PORT}")
+    return url
+
+
+EndpointUrl = Annotated[str, Field(pattern=r"^https?://"), AfterValidator(_has_a_host_and_no_password)]
+
+
+class EndpointPart(RewardPart):
+    """Keys of rewards that ask an HTTP endpoint, besides its `url`."""
+
     token_env: str | None = None
     """Environment variable of the scoring replica that holds the bearer token to send. `null`: no token."""
     concurrency: Processes = 8
@@ -134,28 +151,13 @@ class EndpointPart(RewardPart):
     """Retries after a connection failure, a timeout, or status 408, 429 or 5xx. Delays are 0.5, 1, 2, ... s, at
     most 30 s, or the response's `Retry-After`, at least 0.1 s."""
 
-    @field_validator("url")
-    @classmethod
-    def _has_a_host_and_no_password(cls, url: str) -> str:
-        import httpx  # not needed for specs without such a reward
-
-        without_user(url, "send a token instead: name its environment variable as `token_env`")
-        try:
-            host, port = httpx.URL(url).host, httpx.URL(url).port
-            host.encode("idna")  # as for the DNS lookup
-        except (httpx.InvalidURL, ValueError) as error:
-            raise ValueError(f"not a URL: {error}") from error
-        if not host:
-            raise ValueError("not a URL: it names no host")
-        if port is not None and port > MOST_PORT:
-            raise ValueError(f"not a URL: its port {port} is above {MOST_PORT}")
-        return url
-
 
 class HttpSpec(EndpointPart):
     """Scores from an HTTP endpoint that samples are POSTed to as JSON. See docs/rewards.md for the protocol."""
 
     type: Literal["http"]
+    url: EndpointUrl
+    """Address of the endpoint. Must not contain a user or password."""
     batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
     """Samples per request."""
 
@@ -167,12 +169,39 @@ JUDGED_SAMPLE = ("prompt", "response", "transcript")
 JUDGED_GROUP = ("prompt", "responses")
 
 
+JUDGE_PREFIX = "judge_"
+"""Prefix of the functions of judges with a `path`."""
+
+_OF_URL = ("model", "token_env", "concurrency", "timeout_s", "retries")
+_OF_PATH = ("dtype", "trust_remote_code", "tensor_parallel_size", "kv_cache_gib", "max_context_tokens")
+_BODY_OF_PATH = frozenset({"chat_template_kwargs", "max_tokens", "seed", "stop", "temperature", "top_k", "top_p"})
+"""Keys of `body` that a judge with a `path` has; of those that name a sampling setting, vLLM's meaning."""
+
+
 class JudgeSpec(EndpointPart):
-    """The verdict of a language model behind an OpenAI-compatible server. See docs/rewards.md."""
+    """The verdict of a language model: behind an OpenAI-compatible server (`url`), or in a function of its own (`path`)
+    that holds devices only while it judges. See docs/judges.md."""
 
     type: Literal["judge"]
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    """Name of the model, as the server knows it. `url` is the server's base URL, such as `http://judge:8000/v1`."""
+    url: EndpointUrl | None = None
+    """Base URL of the server, such as `http://judge:8000/v1`. Must not contain a user or password. Give either this or
+    `path`."""
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Name of the model, as the server at `url` knows it."""
+    path: HubPath | None = None
+    """Folder or hub name of a model with a chat template, in Hugging Face format. It runs in an engine of the function
+    `judge_<name>`, on the learner's devices, while there are responses to judge. Give either this or `url`."""
+    dtype: DType = "bfloat16"
+    """Number format of the model at `path`."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model at `path`."""
+    tensor_parallel_size: Processes = 1
+    """Devices of the engine of `path`, on one node."""
+    kv_cache_gib: Annotated[float, Field(gt=0, le=65536)] = 1.0
+    """KV cache of the engine of `path` on each of its devices, in GiB. More judges more responses at the same time."""
+    max_context_tokens: Annotated[int, Field(ge=2, le=MOST_TOKENS)] | None = None
+    """Longest question and answer of the model at `path`, in tokens. `null`: the model's own limit, or as many as its
+    KV cache holds."""
     template: Annotated[str, Field(min_length=1, max_length=100_000)]
     """The question to the judge. `{prompt}` and `{response}` (or `{responses}` with `per: group`), `{transcript}` of an
     episode and columns such as `{answer}` or `{extra.rubric}` are replaced by fenced texts; `{id}` is the fence, which
@@ -203,11 +232,38 @@ class JudgeSpec(EndpointPart):
     """Additional keys of each request, such as `reasoning_effort` or `chat_template_kwargs`; `null` removes a key."""
 
     @property
+    def function(self) -> str:
+        """The name of the function of a judge with a `path`."""
+        return f"{JUDGE_PREFIX}{self.label}"
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Columns that the template names."""
         known = {*JUDGED_SAMPLE, *JUDGED_GROUP, "id"}
         names = (name for name in PLACEHOLDER.findall(self.template) if name not in known)
         return tuple(dict.fromkeys(name.removeprefix("columns.") for name in names))
+
+    @model_validator(mode="after")
+    def _one_source(self) -> JudgeSpec:
+        if (self.url is None) == (self.path is None):
+            what = "neither url nor path" if self.url is None else "both url and path"
+            raise ValueError(f"the judge {self.label!r} has {what}; give one of them")
+        source, others = ("path", _OF_URL) if self.url is None else ("url", _OF_PATH)
+        fields = type(self).model_fields
+        if unused := [key for key in others if getattr(self, key) != fields[key].default]:
+            raise ValueError(f"`{unused[0]}` would not be used by a judge with a `{source}`; leave it out")
+        if self.url is not None:
+            if self.model is None:
+                raise ValueError("`model` is missing: name the model as the server at `url` knows it")
+            return self
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", self.label):
+            raise ValueError(
+                f"`name`: {self.label!r} names no function; use lower-case letters, digits and _, a letter first"
+            )
+        if other := sorted(self.body.keys() - _BODY_OF_PATH):
+            known = ", ".join(sorted(_BODY_OF_PATH))
+            raise ValueError(f"`body`: a judge with a `path` has no {other[0]!r}; it has {known}")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> JudgeSpec:

@@ -29,6 +29,7 @@ from rlhfless.spec.imports import load_target
 from rlhfless.spec.keys import RunKeys
 from rlhfless.spec.learner import FROM_REWARD_MODEL
 from rlhfless.spec.removed import NAMES, REMOVED
+from rlhfless.spec.rewards import JUDGE_PREFIX
 from rlhfless.spec.teachers import FUNCTION_PREFIX, teacher_problems
 
 _OF_RLHF = (
@@ -461,7 +462,7 @@ class RunSpec(RunKeys):
         # Built-in functions have the names of their sections, except `reward_model` (started by rewards) and `prefill`
         # (a section of `scaling`).
         taken = sorted({*functions} & {*cls.model_fields, "reward_model", "prefill"})
-        if taken := taken + sorted(name for name in functions if name.startswith(FUNCTION_PREFIX)):
+        if taken := taken + sorted(name for name in functions if name.startswith((FUNCTION_PREFIX, JUDGE_PREFIX))):
             raise ValueError(f"{taken[0]!r} is taken by the runtime; give your function another name")
         return functions
 

@@ -30,12 +30,14 @@ from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import (
     CriticTimingSpec,
     EpisodesWorkload,
+    JudgeTimingSpec,
     ScenarioPlacementSpec,
     ScoringTimingSpec,
 )
 from rlhfless.sim.setup import ActorShape, LearnerShape, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.learner import evaluated_share
+from rlhfless.spec.rewards import JUDGE_PREFIX
 from rlhfless.spec.teachers import FUNCTION_PREFIX
 
 
@@ -142,7 +144,7 @@ class ScenarioLayout:
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
-        """Return the slots of scoring, reference, teachers, critic and environment, as far as there are any."""
+        """Return the slots of scoring, reference, teachers, judges, critic and environment, as far as there are any."""
         scoring = self._scenario.scoring
         shapes = [] if scoring is None else [self._scoring(scoring)]
         if self._scenario.reference is not None:
@@ -150,6 +152,7 @@ class ScenarioLayout:
         for teacher in self._scenario.teachers:
             sizes = None if teacher.model is None else teacher.model.shape
             shapes.append(self._frozen(f"{FUNCTION_PREFIX}{teacher.name}", teacher.devices, sizes))
+        shapes += map(self._judge, self._scenario.judges)
         if self._scenario.critic is not None:
             shapes.append(self._critic(self._scenario.critic))
         if isinstance(workload := self._scenario.workload, EpisodesWorkload):
@@ -173,6 +176,16 @@ class ScenarioLayout:
         slot_setup = self._slot(function, self._first.devices[-1][0], side, sizes)
         token_s = timing.forward_token_s(scenario, kind, len(side), sizes)
         return ServiceShape(slot_setup, function, Work.LOGPROBS, 0.0, token_s)
+
+    def _judge(self, judge: JudgeTimingSpec) -> ServiceShape:
+        scenario, kind, side = self._scenario, self._scenario.cluster.machines[0].kind, self._side(judge.devices)
+        sizes = scenario.model.shape if judge.model is None else judge.model.shape
+        function = f"{JUDGE_PREFIX}{judge.name}"
+        slot_setup = self._slot(function, self._first.devices[-1][0], side, sizes)
+        read_s = timing.forward_token_s(scenario, kind, len(side), sizes)
+        write_s = timing.answer_token_s(scenario, kind, len(side), sizes)
+        group_s = scenario.samples_per_prompt * judge.answer_tokens * write_s
+        return ServiceShape(slot_setup, function, Work.SCORE, group_s, read_s)
 
     def _critic(self, critic: CriticTimingSpec) -> ServiceShape:
         scenario, kind, side = self._scenario, self._scenario.cluster.machines[0].kind, self._side(critic.devices)

@@ -21,6 +21,7 @@ from rlhfless.sim.scenarios.cluster import (
 from rlhfless.sim.scenarios.model import ScenarioEngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
     CriticTimingSpec,
+    JudgeTimingSpec,
     LearnerTimingSpec,
     PrefixesSpec,
     RecordedWorkload,
@@ -185,6 +186,9 @@ class Scenario(SpecModel):
 
     teachers: tuple[TeacherTimingSpec, ...] = ()
     """Teachers, which compute logprobs like the reference."""
+
+    judges: tuple[JudgeTimingSpec, ...] = ()
+    """Judges with models of their own."""
 
     critic: CriticTimingSpec | None = None
 

@@ -21,6 +21,7 @@ from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import LearnerTimingSpec
 from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.generation import USUAL_SEQUENCES
 
 GB = 1e9
 
@@ -209,6 +210,12 @@ def forward_token_s(scenario: Scenario, kind: str, devices: int, shape: ModelSha
     """Return the seconds per token of a forward pass alone, of the policy or a model with sizes of its own."""
     sizes = shape or scenario.model.shape
     return FORWARD_OPERATIONS * operation_s(sizes, scenario.cluster.sheet(kind), devices, scenario.learner)
+
+
+def answer_token_s(scenario: Scenario, kind: str, devices: int, shape: ModelShape) -> float:
+    """Return the seconds per token that a judge writes: its weights are read once for a full batch."""
+    read_s = shape.total_bytes / (devices * scenario.cluster.sheet(kind).memory_bytes_per_s.value * USUAL_SEQUENCES)
+    return forward_token_s(scenario, kind, devices, shape) + read_s
 
 
 def measured_times(scenario: Scenario) -> LatencyFile | None:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rlhfless.sim.scenarios.cluster import Count, Positive
 from rlhfless.sim.scenarios.model import ScenarioModelSpec
-from rlhfless.spec.base import Processes, SpecModel
+from rlhfless.spec.base import Processes, SpecModel, Tokens
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Source = Annotated[str, Field(min_length=1)]
@@ -262,6 +262,23 @@ class TeacherTimingSpec(SpecModel):
 
     devices: Processes | None = None
     """Devices of the teacher's replica. `null`: all devices of the learner's side."""
+
+
+class JudgeTimingSpec(SpecModel):
+    """A judge with a model of its own, in an engine on the learner's side. It reads prompts and responses, and writes
+    answers in batches of 256."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,30}$")]
+    """Its function is called `judge_<name>`."""
+
+    model: ScenarioModelSpec | None = None
+    """Its sizes. `null`: the policy's."""
+
+    devices: Processes = 1
+    """Devices of the judge's engine."""
+
+    answer_tokens: Tokens = 1
+    """Tokens of an answer."""
 
 
 class CriticTimingSpec(SpecModel):

@@ -98,7 +98,7 @@ def test_a_teacher_is_planned_with_its_own_sizes() -> None:
     teachers = [{"name": "big", "path": "y", "ranks": 2}, {"name": "same", "path": "self", "ranks": 2}]
     run = spec(algorithm={"type": "distill", "kl": {"coefficient": 0.1}}, teachers=teachers, reference={"ranks": 2})
     question = asked(QWEN_05B, "h100", 2, run)
-    question = dataclasses.replace(question, teachers={"teacher_big": shape(QWEN_7B)})
+    question = dataclasses.replace(question, frozen={"teacher_big": shape(QWEN_7B)})
     plans = {part.function: part for part in question.plan().devices[0].functions}
     (big,), (same,), (reference,) = (plans[name].phases for name in ("teacher_big", "teacher_same", "reference"))
     assert same.size_bytes == reference.size_bytes
@@ -109,7 +109,7 @@ def test_a_teacher_is_planned_with_its_own_sizes() -> None:
 
 def test_open_ranks_of_a_teacher_are_found() -> None:
     run = spec(algorithm="distill", teachers=[{"name": "big", "path": "y"}])
-    question = dataclasses.replace(asked(QWEN_05B, "h100", 4, run), teachers={"teacher_big": shape(QWEN_7B)})
+    question = dataclasses.replace(asked(QWEN_05B, "h100", 4, run), frozen={"teacher_big": shape(QWEN_7B)})
     found = placed(question)
     assert found.teachers[0].ranks != "auto"
     assert dataclasses.replace(question, spec=found).plan().fits
@@ -833,3 +833,16 @@ def test_actors_have_all_devices_of_their_side_unless_the_spec_says_how_many() -
     assert actors(8, spec(placement=apart)) == ("disaggregated", 6)
     on_cores = resolve_for_kind(spec(scaling={"generation": {"min_actors": 2}}), "cpu-core").scaling.generation
     assert (on_cores.max_actors, on_cores.fixed) == (2, True)
+
+
+def test_a_judge_is_planned_as_an_engine_with_its_own_sizes() -> None:
+    judge = {"type": "judge", "name": "big", "path": "y", "template": "{response}", "kv_cache_gib": 3}
+    run = spec(rewards=[judge | {"tensor_parallel_size": 2}], placement={"turns": True, "mode": "colocated"})
+    question = dataclasses.replace(asked(QWEN_05B, "h100", 2, run), frozen={"judge_big": shape(QWEN_7B)})
+    (phase,) = {part.function: part for part in question.plan().devices[0].functions}["judge_big"].phases
+    parts = {part.name: part.size_bytes for part in phase.parts}
+    assert parts["weights"] == 2 * shape(QWEN_7B).parameters // 2  # of two bytes, on two devices
+    assert (parts["KV"], parts["process"]) == (3 * GIB, PROCESS_BYTES)
+    awake = dataclasses.replace(question, spec=edited(run, {"placement.turns": False}))
+    # Asleep, its weights are in the host's memory.
+    assert question.plan().host_bytes - awake.plan().host_bytes >= 2 * shape(QWEN_7B).parameters

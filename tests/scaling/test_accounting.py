@@ -427,3 +427,11 @@ def test_leases_cover_what_is_held_and_bill_no_less(
     for first, second in pairwise(found):
         assert first.device != second.device or second.start_s > first.paid_until_s
     assert leased_usd(held, book(billing=billing)) >= book().cost_usd(held) - 1e-9
+
+
+def test_a_judge_is_compared_with_devices_of_its_own() -> None:
+    judge = Holding("judge_grader", "g", "g", "cpu-1", "cpu-core", 0.5, S.SERVING, 100.0, 130.0)
+    bill = summarise(Trace(META, (judge, hold(S.SERVING, 40.0, 140.0)), (), (), ()), PRICES)
+    assert bill.pools_usd == {"judge_grader": pytest.approx(100.0 / 3600 * 0.036)}
+    (usage_of_judge,) = (row for row in bill.functions if row.name == "judge_grader")
+    assert usage_of_judge.cost_usd == pytest.approx(0.5 * 30.0 / 3600 * 0.036)

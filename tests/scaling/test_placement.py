@@ -406,3 +406,19 @@ def test_functions_are_those_that_the_spec_needs() -> None:
     assert [kind.name for kind in kinds_of(run)] == ["generation", "prefill", "scoring", "learner"]
     agent = RunSpec.model_validate({**needed, "environment": {"type": "guess:Guess"}})
     assert [kind.name for kind in kinds_of(agent)] == ["generation", "environment", "learner"]
+
+
+def test_an_engine_of_the_learners_side_stays_on_a_node() -> None:
+    judge = ReplicaRequest(
+        "judge", Site.LEARNER_SHARED, ranks=4, ranks_key="rewards.0.tensor_parallel_size", one_node=True
+    )
+    learner = ReplicaRequest(FunctionName.LEARNER, Site.LEARNER, ranks=12)
+    for first, second in ((8, 4), (4, 8), (9, 3)):
+        found = place(PlacementSpec(), [gpus("a", first), gpus("b", second)], [judge, learner])
+        (allocation,) = found.allocations["judge"]
+        assert len(found.groups_of(allocation)) == 1
+        assert len(allocation.devices) == 4
+    with pytest.raises(
+        PlacementError, match=r"rewards\.0\.tensor_parallel_size is 4, but no node of the learner has more than 3"
+    ):
+        place(PlacementSpec(), [gpus("a", 3), gpus("b", 3)], [judge, learner])

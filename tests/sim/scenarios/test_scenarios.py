@@ -477,3 +477,20 @@ def test_serverless_containers_are_rented_each_by_itself(cluster: dict[str, Any]
 def test_serverless_functions_share_no_device() -> None:
     with pytest.raises(InputError, match="co-located functions share devices"):
         ScenarioLayout(scenario(cluster={**machines(), "serverless": {}}), ScenarioPlacementSpec())
+
+
+def test_a_simulated_run_bills_its_judges() -> None:
+    wide = CONFIG | {"intermediate_size": 4 * CONFIG["intermediate_size"]}
+    judges = [{"name": "quick"}, {"name": "wordy", "answer_tokens": 100, "model": {"config": wide}}]
+    described = scenario(judges=judges, scoring=None, seeds=1, policies=[{"name": "cost_aware"}])
+    quick, wordy = ScenarioLayout(described, ScenarioPlacementSpec()).services()
+    assert (quick.function, wordy.function) == ("judge_quick", "judge_wordy")
+    assert (len(quick.slot_setup.allocation.devices), quick.work) == (1, Work.SCORE)
+    assert wordy.token_s > quick.token_s
+    assert wordy.group_s > 100 * quick.group_s > 0
+    (results,) = compare(described).results.values()
+    trace = results[0].trace
+    assert trace is not None
+    for name in ("judge_quick", "judge_wordy"):
+        assert {(call.work, call.step) for call in trace.invocations if call.function == name} >= {(Work.SCORE, 1)}
+        assert sum(holding.end_s - holding.start_s for holding in trace.holdings if holding.function == name) > 0
