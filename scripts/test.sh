@@ -130,7 +130,7 @@ elif [ "$part" != chart ]; then
     finish
 fi
 if [ "$part" = chart ] || { [ "$part" = long ] && [ -n "${KUBECONFIG:-}" ]; }; then
-    beside "the chart on a cluster" 30 -m kubernetes tests/kubernetes
+    beside "the chart on a cluster" 30 -m "kubernetes${RLHFLESS_TEST_CI:+ and not seldom}" tests/kubernetes
 fi
 finish
 if [ ${#failed[@]} -gt 0 ]; then

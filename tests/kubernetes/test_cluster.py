@@ -31,7 +31,7 @@ pytestmark = [
 CPU_TRIAL = "values-cpu-trial.yaml"
 HEAD, WORKER = "ray.io/node-type=head", "ray.io/node-type=worker"
 CONTROL_PLANE = "app.kubernetes.io/component=control-plane"
-GPU_GROUP = "ray.io/group=h100"
+GPU_GROUP, CPU_GROUP = "ray.io/group=h100", "ray.io/group=cpu"
 MODEL = "/data/runs/.helm-test"
 """Where `helm test` leaves its model: the fixture `tested`."""
 
@@ -205,6 +205,14 @@ def on_gpus(steps: int) -> dict[str, Any]:
     )
 
 
+def elastic() -> dict[str, Any]:
+    """A run of one or two cores, with an actor on each: faster on two by its plan, and of so many steps that changes of
+    its size pay."""
+    placement = {"kind": "cpu-core", "devices": {"min": 1, "max": 2}}
+    scaling = {"generation": {"min_actors": 1, "max_actors": 2}}
+    return spec(100_000, prompts_per_step=16, placement=placement, scaling=scaling)
+
+
 @pytest.mark.usefixtures("tested")
 def test_worker_pods_follow_a_run_over_a_lost_pod_and_a_cordoned_node_and_go(release: Release, tmp_path: Path) -> None:
     """There is one node that executes anything: once it is cordoned, the run waits until it may be used again."""
@@ -252,6 +260,48 @@ def test_runs_take_turns_on_the_devices_of_a_pod(release: Release, tmp_path: Pat
     for run in runs:
         release.until(run, lambda found: found["status"] == "succeeded", 420)
         whole(release, run, steps, tmp_path)
+    release.upgrade()
+
+
+@pytest.mark.seldom
+@pytest.mark.usefixtures("tested")
+def test_an_elastic_run_shrinks_when_a_pod_is_drained_and_grows_when_it_is_back(release: Release) -> None:
+    """Its pods have one core each. The service asks the autoscaler for the second one. While the node is cordoned, none
+    starts."""
+    one_core = "cores=1,maxNodes=2,idleSeconds=30,resources.limits.cpu=1"
+    release.upgrade("--set", ",".join(f"ray.cpuGroup.{each}" for each in one_core.split(",")))
+    run = release.call("POST", "/v1/runs", elastic())["id"]
+
+    def sizes() -> list[tuple[str, int]]:
+        """What the service granted, and on how many devices the run then worked."""
+        events = release.call("GET", f"/v1/runs/{run}/events?limit=1000")["data"]
+        data = [event["data"] for event in events if event["type"] == "size"]
+        return [("granted", each["after"]) if "after" in each else ("works", each["devices"]) for each in data]
+
+    def until(*last: tuple[str, int]) -> None:
+        release.until(run, lambda _: tuple(sizes()[-len(last) :]) == last, 420)
+
+    begun = release.until(
+        run, lambda found: found["step"] >= 2 and sizes()[-1:] in ([("granted", 2)], [("works", 2)]), 420
+    )
+    first, second = release.pods(CPU_GROUP)
+    (node,) = {pod["spec"]["nodeName"] for pod in release.objects("pods", CPU_GROUP)}
+    kubectl("cordon", node)
+    try:
+        release.kubectl("delete", "pod", second, "--wait=false")
+        until(("granted", 1), ("works", 1))
+        shrunk = release.call("GET", f"/v1/runs/{run}")["step"]
+        release.until(run, lambda found: found["step"] >= shrunk + 2, 240)
+    finally:
+        kubectl("uncordon", node)
+    until(("granted", 2), ("works", 2))
+    assert release.call("GET", f"/v1/runs/{run}")["attempt"] == begun["attempt"], "all in one driver"
+    assert first in release.pods(CPU_GROUP)
+    release.call("POST", f"/v1/runs/{run}/cancel")
+    end_s = time.monotonic() + 240
+    while release.pods(CPU_GROUP):
+        assert time.monotonic() < end_s, "worker pods stay, though no run is there"
+        time.sleep(2)
     release.upgrade()
 
 
