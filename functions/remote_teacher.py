@@ -106,7 +106,7 @@ class TeacherServer:
 
     async def check(self, tokenizer: Any, longest: int) -> None:
         """Check that the server has the policy's vocabulary, and room for `longest` tokens. Raises TeacherFailed."""
-        if problems := self._endpoint.problems():
+        if problems := await asyncio.to_thread(self._endpoint.problems):  # it resolves a name
             raise self._failed("; ".join(problems), "give what is missing, and resume the run")
         async with self._endpoint.client() as client:
             answer = await self._ask(client, "GET", "/v1/models", None, _first_model)
