@@ -44,7 +44,8 @@ def test_turns_and_a_lost_teacher_change_no_sample_and_no_weight(assets: Path, t
         "teachers": [{"name": "other", "path": str(tmp_path / "teacher")}],
         "steps": STEPS,
         "mini_batches": 1,
-        "generation": {"max_tokens": 100, "progress_interval_s": 0.1},
+        "prompts_per_step": 16,
+        "generation": {"max_tokens": 240, "progress_interval_s": 0.05},
     }
     plain = fault_opening(assets, tmp_path / "plain", actors=1, **distill)
     plain.folder.mkdir()
