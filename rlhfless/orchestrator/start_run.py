@@ -84,10 +84,8 @@ async def _start_learning(run: BaseRun, console: RunProgress) -> int:
 
 
 async def _start_rl(run: RLRun, console: RunProgress) -> int:
-    """Start a run with actors, load the weights into them, and return the last learned step. Adopted actors do not wait
-    for others: a step starts those that it needs."""
-    fewest = run.spec.scaling.generation.min_actors
-    actors = min(fewest, len(run.generation.settled()) or fewest)
+    """Start a run with actors, load the weights into them, and return the last learned step."""
+    actors = run.spec.scaling.generation.min_actors
     with console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
         await start_functions(run, actors)
     with console.waiting("loading the weights into the engines"):
