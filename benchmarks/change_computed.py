@@ -4,8 +4,8 @@
 
 It prints the table of docs/elastic.md: a co-located run saves the state of its learner, stops, and starts on another
 number of GPUs of its node. The state does not depend on the number, and storage, not GPUs, limits how fast it moves.
-Engines on GPUs that it keeps stay up; beyond min_actors, those on new GPUs start while the others generate. So the seconds are those of
-any two sizes.
+Engines on GPUs that it keeps stay up; beyond min_actors, those on new GPUs start while the others generate. So the
+seconds are those of any two sizes.
 """
 
 from __future__ import annotations
