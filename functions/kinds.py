@@ -339,10 +339,11 @@ def _critic_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     if critic is None:
         return ()
     tokens = max(critic.pass_tokens, terms.sequence_tokens)
-    phases = value_phases(terms.shape, tokens, sharded(critic, terms.sheet.kind))
+    how = sharded(critic, terms.sheet.kind, experts=terms.shape.divisible_experts if critic.new_head else 0)
+    phases = value_phases(terms.shape, tokens, how)
     kept_layers = 1 if critic.recomputes else terms.shape.layers
     phases = with_scores(phases, terms.shape, tokens, terms.sequence_tokens, critic.dtype, kept_layers)
-    return on_device(phases, terms.sheet.kind, critic.world_size, critic.copies)
+    return on_device(phases, terms.sheet.kind, critic.world_size, critic.copies, how.expert_ranks)
 
 
 def _learner(spec: RunSpec) -> ReplicaRequest:
@@ -357,7 +358,8 @@ def _learner(spec: RunSpec) -> ReplicaRequest:
 def _learner_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     spec = terms.spec
     learner, phases = spec.learner, learner_phases(terms, terms.micro_batch_tokens)
-    phases = on_device(phases, terms.sheet.kind, learner.world_size, learner.copies)
+    experts = learner.experts_over(learner.world_size, terms.shape.divisible_experts)
+    phases = on_device(phases, terms.sheet.kind, learner.world_size, learner.copies, experts)
     if spec.weights.transport != "cuda_ipc":
         return phases
     # Per layer or other tensor: this rank's float32 shard, the gathered tensor, and its layout for the engines.
@@ -370,7 +372,8 @@ def _learner_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 def learner_phases(terms: MemoryTerms, tokens: int) -> tuple[MemoryPhase, ...]:
     """Return a learner rank's memory phases with micro-batches of `tokens` tokens, without its process overhead."""
     spec, shape, learner = terms.spec, terms.shape, terms.spec.learner
-    how = sharded(learner, terms.sheet.kind, FrozenBase.of(terms.shape, terms.spec.model))
+    base = FrozenBase.of(terms.shape, terms.spec.model)
+    how = sharded(learner, terms.sheet.kind, base, shape.divisible_experts)
     if spec.type == "reward_model":
         phases = value_phases(shape, tokens, how)
     else:

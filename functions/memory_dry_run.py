@@ -8,19 +8,23 @@ from its tensors, because the tracker does not see memory allocated before it st
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from rlhfless.algorithms.base import algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.attention_check import load_fused
+from rlhfless.functions.expert_parallel import expert_mesh_of
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
 from rlhfless.functions.lora import add_adapters
@@ -48,17 +52,25 @@ def peak_bytes(
     The result has `total` and its parts by the tracker's categories. `config` is a transformers config. Must run in
     a process without a process group.
     """
-    return dry_run_peak(lambda mesh: _learner(config, learner, mesh, lora), learner, ranks, _batch(rows, width))
+    return dry_run_peak(
+        lambda mesh, experts: _learner(config, learner, mesh, lora, experts), learner, ranks, _batch(rows, width)
+    )
 
 
 def dry_run_peak(
-    make: Callable[[DeviceMesh], TrainingRank], training: TrainingSpec, ranks: int, batch: PackedBatch
+    make: Callable[[DeviceMesh, DeviceMesh | None], TrainingRank],
+    training: TrainingSpec,
+    ranks: int,
+    batch: PackedBatch,
 ) -> Mapping[str, int]:
+    """Return the peak of rank 0. `make` gets the mesh, and that of experts."""
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
-        mesh = mesh_of(CPU, ranks, training.split_over(ranks))  # reads tensors
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            rank = make(mesh)
+        shards = training.split_over(ranks)
+        mesh = mesh_of(CPU, ranks, shards)  # reads tensors
+        experts = expert_mesh_of(CPU, ranks, shards, training.experts_over(ranks))
+        with FakeTensorMode(allow_non_fake_inputs=True), _dispatching_evenly(), _with_real_meshes():
+            rank = make(mesh, experts)
             rank._loss(batch)[0].backward()  # FSDP makes its groups in the first pass
             rank._policy.settle()
             rank._optimizer.forget_gradients()
@@ -84,10 +96,57 @@ def _peak(tracker: FSDPMemTracker) -> dict[str, int]:
     return {str(getattr(kind, "value", kind)).lower(): int(size) for kind, size in peaks.items()}
 
 
-def _learner(config: Any, learner: LearnerSpec, mesh: DeviceMesh, lora: LoRASpec | None = None) -> LearnerRank:
+@contextmanager
+def _with_real_meshes() -> Iterator[None]:
+    """Let parts of meshes be made within the block: they read the numbers of ranks from tensors."""
+    part, joined = DeviceMesh.__getitem__, DeviceMesh._concatenate
+
+    def real_part(mesh: DeviceMesh, names: Any) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return part(mesh, names)
+
+    def really_joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return joined(meshes)
+
+    DeviceMesh.__getitem__, DeviceMesh._concatenate = real_part, staticmethod(really_joined)  # type: ignore
+    try:
+        yield
+    finally:
+        DeviceMesh.__getitem__, DeviceMesh._concatenate = part, staticmethod(joined)  # type: ignore
+
+
+@contextmanager
+def _dispatching_evenly() -> Iterator[None]:
+    """Send every rank the same number of tokens within the block: fake tensors have no experts to count."""
+
+    def dispatch(
+        _: Any, hidden: torch.Tensor, chosen: torch.Tensor, __: int, group: dist.ProcessGroup, ranks: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], list[int]]:
+        order = torch.argsort(chosen.reshape(-1))
+        sizes = [len(part) for part in np.array_split(np.arange(chosen.numel()), ranks)]
+        received = all_to_all_single(hidden[order // chosen.shape[-1]], sizes, sizes, group)
+        return received, torch.zeros(len(received), dtype=torch.int64), order, sizes, sizes
+
+    kept = EpDispatchExpertsParallel._dispatch_tokens
+    EpDispatchExpertsParallel._dispatch_tokens = dispatch  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        EpDispatchExpertsParallel._dispatch_tokens = kept  # type: ignore[method-assign]
+
+
+def _learner(
+    config: Any,
+    learner: LearnerSpec,
+    mesh: DeviceMesh,
+    lora: LoRASpec | None = None,
+    experts: DeviceMesh | None = None,
+) -> LearnerRank:
     rank = LearnerRank.__new__(LearnerRank)
     rank._algorithm, rank._temperature, rank._entropy_gradient = algorithm_of(GRPOSpec()), 1.0, False
-    network = _policy(config, learner, mesh, layers_dtype=None if lora is None else TORCH_DTYPES[learner.dtype])
+    frozen = None if lora is None else TORCH_DTYPES[learner.dtype]
+    network = _policy(config, learner, mesh, layers_dtype=frozen, experts=experts)
     if lora is not None:
         add_adapters(network.model, lora, CPU, "the model")
     _fill(rank, learner, mesh, network, AdamWSpec())
@@ -120,13 +179,15 @@ def _network(
     exact_head: bool = False,
     logits_elements: int | None = None,
     layers_dtype: torch.dtype | None = None,
+    experts: DeviceMesh | None = None,
 ) -> PolicyNetwork:
     config = copy.deepcopy(config)
     config.update(dict(form.config))
     model = load_fused(lambda attention: build_blank(form.auto, config, dtype=exact, attn_implementation=attention))
     compute = TORCH_DTYPES[training.dtype] if exact == torch.float32 else exact
     if mesh is not None:
-        shard(model, mesh, compute_dtype=compute, exact_head=exact_head, layers_dtype=layers_dtype)
+        options: dict[str, Any] = {"layers_dtype": layers_dtype, "exact_head": exact_head, "experts": experts}
+        shard(model, mesh, compute_dtype=compute, **options)
         # The tracker sees forward passes only through module hooks: the model's own method is the pass.
         model.forward = getattr(model, INSIDE).__wrapped__
         setattr(model, INSIDE, model.__call__)

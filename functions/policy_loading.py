@@ -101,6 +101,7 @@ def load_policy(
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
     mesh: DeviceMesh | None = None,
+    experts: DeviceMesh | None = None,
     offload: bool = False,
     exact_head: bool = False,
     share_prefixes: bool = True,
@@ -115,6 +116,7 @@ def load_policy(
         device: `sharding.default_device` if None.
         mesh: split the parameters over these ranks; each reads its own parts of the files. Without a mesh, both dtypes
             must be the same.
+        experts: divide the experts over this mesh (rlhfless.functions.expert_parallel).
         offload: see sharding.shard.
         exact_head: see sharding.shard.
         share_prefixes: pack sequences where that pays, if the model's attention and the device's kernels allow it.
@@ -138,6 +140,7 @@ def load_policy(
         split = partial(
             sharding.shard,
             mesh=mesh,
+            experts=experts,
             compute_dtype=compute,
             offload=offload,
             exact_head=exact_head,

@@ -13,8 +13,9 @@ Invariant: every method here is collective. All ranks run the same number of for
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -29,9 +30,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from rlhfless.functions.base import RankPlace
+from rlhfless.functions.expert_parallel import expert_mesh_of, is_expert, split_experts
 
 INSIDE = "run_inside"
 """Name of the method added to a sharded model: it runs any function as one forward pass of the whole model."""
@@ -46,8 +48,11 @@ def default_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def join(place: RankPlace, shard_ranks: int | None = None) -> tuple[torch.device, DeviceMesh]:
-    """Meet the other ranks, and return this rank's device and the mesh.
+def join(
+    place: RankPlace, shard_ranks: int | None = None, expert_ranks: int = 1
+) -> tuple[torch.device, DeviceMesh, DeviceMesh | None]:
+    """Meet the other ranks, and return this rank's device, the mesh, and the mesh of experts if several ranks divide
+    them (rlhfless.functions.expert_parallel).
 
     `shard_ranks` neighbours split a model, by default all ranks.
     """
@@ -57,7 +62,8 @@ def join(place: RankPlace, shard_ranks: int | None = None) -> tuple[torch.device
     # Tensors offloaded to host memory are reduced there.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, place.address, timeout, world_size=place.ranks, rank=place.rank)
-    return device, mesh_of(device, place.ranks, shard_ranks, timeout)
+    mesh = mesh_of(device, place.ranks, shard_ranks, timeout)
+    return device, mesh, expert_mesh_of(device, place.ranks, shard_ranks or place.ranks, expert_ranks, timeout)
 
 
 def join_frozen(place: RankPlace) -> DeviceMesh | None:
@@ -114,12 +120,14 @@ def shard(
     offload: bool = False,
     exact_head: bool = False,
     layers_dtype: torch.dtype | None = None,
+    experts: DeviceMesh | None = None,
 ) -> None:
     """Split a model's parameters over a mesh. Those of a blank model stay without data.
 
     Matrix products are in `compute_dtype`; shards and gradient sums keep the parameters' own dtype. `offload`: keep
     shards, gradients and optimiser in host memory. `exact_head`: the root's group also computes in the parameters'
-    own dtype. `layers_dtype`: keep the parameters of layers in this format, unless the model is one group.
+    own dtype. `layers_dtype`: keep the parameters of layers in this format, unless the model is one group. `experts`:
+    the mesh over which experts are divided, each layer's in a group of their own; see `split_experts` for errors.
     """
     model.tie_weights()  # a tied tensor must be a single one when the groups are created
     exact = next(model.parameters()).dtype
@@ -136,6 +144,8 @@ def shard(
     for part in (part for layer in layers if layers_dtype for part in layer.modules()):
         for name, parameter in part.named_parameters(recurse=False):  # `to` cannot replace fake tensors
             setattr(part, name, torch.nn.Parameter(parameter.detach().to(layers_dtype)))
+    if experts is not None:
+        split_experts(model, experts, in_layers, options)
     for layer in layers[:-1]:
         fully_shard(layer, mp_policy=in_layers, **options)
     for layer in layers[-1:]:  # a norm needs input and weight in the same dtype
@@ -222,42 +232,87 @@ def whole(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None 
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+    if is_expert(tensor):  # torch warns about both dimensions at once
+        ours = [Replicate()] * (spread.device_mesh.ndim - 1)
+        spread = spread.redistribute(placements=[*ours, spread.placements[-1]])
     return spread.full_tensor()
 
 
-def whole_on_first(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+def whole_on_first(
+    tensor: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    shards: dist.ProcessGroup | None = None,
+) -> torch.Tensor | None:
     """Gather a tensor only on the first rank of the mesh, as `whole` does, copying each byte once. *Collective*.
 
-    Returns None on the other ranks, which send their own parts.
+    Returns None on the other ranks, which send their own parts. `shards`: the group of all ranks that a copy is split
+    over, needed for experts.
     """
     if not isinstance(tensor, DTensor):
         return local(tensor.detach()).to(device, dtype) if dist.get_rank() == 0 else None
     mesh = tensor.device_mesh
-    split = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
-    assert len(split) <= 1, "fully_shard splits once"
-    assert all(tensor.placements[dim].is_shard(0) for dim in split), "it splits rows"
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     place = mesh.get_coordinate()
     assert place is not None, "this is a rank of the mesh"
     if any(at for dim, at in enumerate(place) if dim not in split):
         return None  # a replica of a part that another rank sends
     part = local(tensor.detach()).to(device, dtype)
-    if not split or mesh.size(split[0]) == 1:
+    if math.prod(mesh.size(dim) for dim in split) == 1:
         return part
-    group = mesh.get_group(split[0])
-    if place[split[0]]:
+    group = mesh.get_group(split[0]) if len(split) == 1 else shards
+    assert group is not None, "given for tensors that are split twice"
+    if any(place):
         _transfer([dist.P2POp(dist.isend, part.contiguous(), group=group, group_peer=0)] if part.numel() else [])
         return None
     everything = torch.empty(tensor.shape, dtype=part.dtype, device=device)
-    parts = everything.chunk(mesh.size(split[0]))
+    ranks = itertools.product(*(range(mesh.size(dim)) for dim in split))
+    parts = [everything[part_of(tensor, dict(zip(split, at, strict=True)))] for at in ranks]
     parts[0].copy_(part)
+    others = [(rank, other) for rank, other in enumerate(parts) if rank and other.numel()]
+    received = [other if other.is_contiguous() else torch.empty_like(other) for _, other in others]
     _transfer(
         [
-            dist.P2POp(dist.irecv, other, group=group, group_peer=rank)
-            for rank, other in enumerate(parts)
-            if rank and other.numel()
+            dist.P2POp(dist.irecv, buffer, group=group, group_peer=rank)
+            for (rank, _), buffer in zip(others, received, strict=True)
         ]
     )
+    for (_, other), buffer in zip(others, received, strict=True):
+        if buffer is not other:
+            other.copy_(buffer)
     return everything
+
+
+def part_of(tensor: DTensor, place: Mapping[int, int]) -> tuple[slice, ...]:
+    """Return the part of a tensor held by the rank at `place`, its coordinate by mesh dimension.
+
+    The last mesh dimension splits first: FSDP, which is the first, splits what expert parallelism has left.
+    """
+    starts, ends = [0] * tensor.ndim, list(tensor.shape)
+    for mesh_dim in sorted(place, reverse=True):
+        dim = tensor.placements[mesh_dim].dim  # type: ignore[attr-defined]  # not replicated
+        step = -(-(ends[dim] - starts[dim]) // tensor.device_mesh.size(mesh_dim))
+        starts[dim] = min(starts[dim] + step * place[mesh_dim], ends[dim])
+        ends[dim] = min(starts[dim] + step, ends[dim])
+    return tuple(map(slice, starts, ends))
+
+
+def first_row(tensor: torch.Tensor) -> int | None:
+    """Return the first row of this rank's part of a split tensor; None on ranks of other copies than the first."""
+    assert isinstance(tensor, DTensor)
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, "this is a rank of the mesh"
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if any(at for dim, at in enumerate(place) if dim not in split):
+        return None
+    return part_of(tensor, {dim: place[dim] for dim in split})[0].start
+
+
+def shards_group(tensors: Iterable[torch.Tensor]) -> dist.ProcessGroup | None:
+    """Return the group of ranks that split a copy of a model with these tensors; None if it is not split."""
+    dense = (each for each in tensors if isinstance(each, DTensor) and not is_expert(each))
+    mesh = next((each.device_mesh for each in dense), None)
+    return None if mesh is None else mesh.get_group(mesh.ndim - 1)
 
 
 def _transfer(transfers: list[dist.P2POp]) -> None:

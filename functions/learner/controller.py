@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from rlhfless.weights.address import StoreAddress
 
 if TYPE_CHECKING:
     from rlhfless.functions.learner.rank import LearnerRank, SupervisedRank
+    from rlhfless.functions.training.checkpoint import Savers
     from rlhfless.weights.store import WeightStore
 
 OWNER = ".owner"
@@ -136,19 +138,22 @@ class LearnerActor(TrainingActor[LearnerSettings]):
     def publish(self, run_id: str, attempt: int, step: int, averaged: bool) -> tuple[PublishedWeights, ...]:
         """Write the weights to the store. Rank 0 returns the version with samples, without logprobs. *Collective.*"""
         from rlhfless.functions.training.checkpoint import drain
+        from rlhfless.functions.training.shared_writing import SharedWriting
 
         with self._at_work("publish"), self._as_published(averaged):
             tokens = self._settings.probe_token_ids if self._settings.read_back else ()
-            stream, samples = self._rank.published(tokens)
+            writers = self._writers
+            stream, samples = self._rank.published(tokens, own_experts=writers is not None)
+            together = None if writers is None else SharedWriting(stream, samples, self._store.of_piece, writers)
             # An average that equals a live version, because there were no updates, stays.
             if averaged and self._averaged is not None and self._averaged not in self._published:
                 self._store.delete(self._averaged)
             try:
                 if self._number:
                     return ()
-                stored = self._store.put(run_id, attempt, step, stream)
-            finally:
-                drain(stream)  # also if the store is full: the other ranks wait for each tensor
+                stored = self._store.put(run_id, attempt, step, stream, together)
+            finally:  # also if the store is full: the other ranks wait for each tensor
+                drain(stream) if together is None else together.end()
             self._settings.store.mark()
         if averaged:
             self._averaged = stored.version
@@ -159,6 +164,14 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         probe = Probe(self._settings.probe_token_ids, (), samples)
         base = self._rank.base(tokens) if self._settings.publishes_adapters else None
         return (PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe, base),)
+
+    @cached_property
+    def _writers(self) -> Savers | None:
+        """The ranks, if each writes its own experts to the store's folder. *Collective.*"""
+        from rlhfless.functions.training.shared_writing import all_see
+
+        writers = None if self._settings.store.transport == "cuda_ipc" else self._rank.writers
+        return writers if writers is not None and all_see(Path(self._settings.store.folder), writers) else None
 
     def feed(self, version: WeightVersion, workers: Sequence[int]) -> int:
         """Feed the weights to `workers[rank]` engine workers on this rank's GPU (rlhfless.weights.buckets).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -24,8 +24,16 @@ from rlhfless.functions.policy import (
     response_outputs,
 )
 from rlhfless.functions.shares import all_reduce_rows, by_group, share_outputs
+from rlhfless.functions.training.checkpoint import Savers
 from rlhfless.functions.training.critic import load_critic, values_of
-from rlhfless.functions.training.publishing import Lent, adapter_stream, gathered_as, published_stream, sampling
+from rlhfless.functions.training.publishing import (
+    Lent,
+    adapter_stream,
+    divides,
+    gathered_as,
+    published_stream,
+    sampling,
+)
 from rlhfless.functions.training.rank import TrainingRank, load_trained_policy
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import BaseWeights, FloatArray, IntArray, WeightSample
@@ -64,7 +72,7 @@ class LearnerRank(TrainingRank):
         self._probing = ExactForward(self._policy, trust_remote_code=model.trust_remote_code, quantization=quantization)
 
     def _load(self, device: torch.device) -> PolicyNetwork:
-        return load_trained_policy(self._spec, self._training, device, self._mesh)
+        return load_trained_policy(self._spec, self._training, device, self._mesh, self._experts)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """Compute old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*
@@ -103,12 +111,22 @@ class LearnerRank(TrainingRank):
         parts[1:] = [dataclasses.replace(part, old_logprobs=self._evaluate_share(part)) for part in parts[1:]]
         return self._updates(parts, passes.planned_updates)
 
-    def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, WeightSample]]:
+    @cached_property
+    def writers(self) -> Savers | None:
+        """The ranks, if each can write its own experts of a version; None if rank 0 gathers all. *Collective.*"""
+        if self._experts is None or self._adapters_only or not divides(self._model):
+            return None
+        return Savers.of(self._timeout_s)
+
+    def published(
+        self, tokens: tuple[int, ...] = (), *, own_experts: bool = False
+    ) -> tuple[TensorStream, dict[str, WeightSample]]:
         """Stream the weights in the published dtype under their checkpoint names, tied tensors once; or the adapter
         alone, by PEFT's names. *Collective*.
 
-        Tensors may share the learner's memory. Ranks other than 0 get an empty stream, and must exhaust it too. The
-        second value fills with elements of the tensors, selected by `tokens`, for engines to compare.
+        Tensors may share the learner's memory. Ranks other than 0 get an empty stream, or with `own_experts` their
+        experts, and must exhaust it too. The second value fills with elements of the tensors, selected by `tokens`, for
+        engines to compare.
         """
         samples: dict[str, WeightSample] = {}
         if self._adapters_only:
@@ -117,7 +135,8 @@ class LearnerRank(TrainingRank):
             if self._mesh.get_rank():
                 return TensorStream({}, iter(())), samples
         else:
-            stream = published_stream(self._model, self._spec.dtype, self._policy.device)
+            device = self._policy.device
+            stream = published_stream(self._model, self._spec.dtype, device, own_experts=own_experts)
         return (sampling(stream, tokens, samples) if tokens else stream), samples
 
     def base(self, tokens: tuple[int, ...] = ()) -> BaseWeights:
@@ -203,8 +222,8 @@ class SupervisedRank(TrainingRank):
 
     def _load(self, device: torch.device) -> PolicyNetwork:
         if self._type != "reward_model":
-            return load_trained_policy(self._spec, self._training, device, self._mesh)
-        return load_critic(self._spec, self._training, device, self._mesh, new_head=True)
+            return load_trained_policy(self._spec, self._training, device, self._mesh, self._experts)
+        return load_critic(self._spec, self._training, device, self._mesh, self._experts, new_head=True)
 
     @property
     def _outputs(self) -> Outputs:

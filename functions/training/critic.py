@@ -80,13 +80,20 @@ class CriticRank(TrainingRank):
 
 
 def load_critic(
-    source: ModelSpec, critic: TrainingSpec, device: torch.device, mesh: DeviceMesh, *, new_head: bool
+    source: ModelSpec,
+    critic: TrainingSpec,
+    device: torch.device,
+    mesh: DeviceMesh,
+    experts: DeviceMesh | None = None,
+    *,
+    new_head: bool,
 ) -> PolicyNetwork:
     """Load the critic's initial model, split over `mesh`; with `new_head`, its head is all zeros. *Collective.*
 
     Raises InputError if its head does not have one output, and the errors of load_trained.
     """
-    return load_trained(source, critic, device, mesh, form=NEW_VALUES if new_head else VALUES)
+    form = NEW_VALUES if new_head else VALUES
+    return load_trained(source, critic, device, mesh, experts=experts, form=form)
 
 
 def values_of(critic: PolicyNetwork) -> Outputs:

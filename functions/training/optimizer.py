@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfless.algorithms.passes import learning_rate
+from rlhfless.functions.expert_parallel import is_expert
 from rlhfless.functions.lora import trained_parameters
 from rlhfless.functions.sharding import copies_of, local
 from rlhfless.spec import AdamWSpec
@@ -35,15 +36,19 @@ class ShardedAdamW:
     def __init__(self, model: torch.nn.Module, spec: AdamWSpec) -> None:
         self._spec = spec
         self._parameters = trained_parameters(model)
-        self._copies = copies_of(next(iter(self._parameters.values())))
         self._adamw = self._torch_adamw()
         self.updates = 0
 
     def _torch_adamw(self) -> torch.optim.AdamW:
         parameters = self._parameters.values()
+        # The fused kernel takes tensors of one mesh: experts have their own.
         groups = [
-            {"params": [p for p in parameters if decays(p)], "weight_decay": self._spec.weight_decay},
-            {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
+            {
+                "params": [p for p in parameters if decays(p) == matrices and is_expert(p) == experts],
+                "weight_decay": self._spec.weight_decay if matrices else 0.0,
+            }
+            for matrices in (True, False)
+            for experts in (False, True)
         ]
         adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -61,10 +66,12 @@ class ShardedAdamW:
 
     def gradient_norm(self) -> float:
         """Return the norm of the whole gradient before clipping, equal on every rank. *Collective*."""
-        gradients = self._gradients()
-        squares = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double().square().sum()
+        pairs = [(each.grad, copies_of(each)) for each in self._parameters.values() if each.grad is not None]
+        norms = torch.stack([torch.linalg.vector_norm(local(gradient)) for gradient, _ in pairs])
+        copies = torch.tensor([number for _, number in pairs], device=norms.device)
+        squares = (norms.double().square() / copies).sum()
         dist.all_reduce(squares)  # over copies as well, so that all clip by the same number
-        return float((squares / self._copies).sqrt())
+        return float(squares.sqrt())
 
     def forget_gradients(self) -> None:
         for parameter in self._parameters.values():

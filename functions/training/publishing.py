@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -31,9 +33,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
+from rlhfless.functions.expert_parallel import is_expert
 from rlhfless.functions.lora import Adapter, adapters_of, is_adapter, peft_tensors
 from rlhfless.functions.policy import TORCH_DTYPES
-from rlhfless.functions.sharding import layers_of, whole, whole_on_first
+from rlhfless.functions.sharding import first_row, layers_of, local, shards_group, whole, whole_on_first
 from rlhfless.records import WeightSample
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError
 from rlhfless.spec import DType, ModelSpec
@@ -67,14 +70,17 @@ def published_stream(
     everywhere: bool = False,
     lent: Lent | None = None,
     base: bool = False,
+    own_experts: bool = False,
 ) -> TensorStream:
     """Stream all parameters and persistent buffers on `device`, floating-point ones in `dtype`. *Collective*.
 
     `tensors` replace the model's own. `base`: weights without their adapters. Only rank 0 yields tensors, or every
-    rank with `everywhere`; every rank must exhaust the stream. Tensors may share the model's memory, except with
-    `lent`: each is then read within `lent` and cloned.
+    rank with `everywhere`; every rank must exhaust the stream. With `own_experts` (see `divides`), rank 0 yields no
+    experts of other ranks, and each rank of the first copy yields its own. Tensors may share the model's memory, except
+    with `lent`: each is then read within `lent` and cloned.
     """
-    gather = whole if everywhere else whole_on_first
+    shards = shards_group((named_tensors(model) | dict(tensors)).values())
+    gather = whole if everywhere else partial(whole_on_first, shards=shards)
     adapters = {} if base else adapters_of(model)
 
     def streamed() -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,15 +88,67 @@ def published_stream(
             of_unit = [part for name in unit.keys() & adapters for part in (adapters[name].down, adapters[name].up)]
             with lent([*unit.values(), *of_unit]) if lent else nullcontext():
                 gathered = {
-                    name: _fetched(value, dtype, device, gather, adapters.get(name)) for name, value in unit.items()
+                    name: _fetched(value, dtype, device, gather, adapters.get(name))
+                    for name, value in unit.items()
+                    if not (own_experts and is_expert(value))
                 }
                 if lent:
                     gathered = {name: value if value is None else value.clone() for name, value in gathered.items()}
             present = {name: value for name, value in gathered.items() if value is not None}
             if present:
                 yield from _as_published(model, present).items()
+            if own_experts and (experts := {name: value for name, value in unit.items() if is_expert(value)}):
+                yield from _own(model, experts, dtype, device).items()
 
     return TensorStream(_layout(model, dtype), streamed())
+
+
+_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+"""The number of an expert in a published name."""
+
+
+def divides(model: PreTrainedModel) -> bool:
+    """Return whether each rank of a copy holds whole experts, each published as tensors of its own."""
+    experts: dict[str, Any] = {name: value for name, value in named_tensors(model).items() if is_expert(value)}
+    split = (placement for value in experts.values() for placement in value.placements if not placement.is_replicate())
+    if not experts or any(placement.dim for placement in split):
+        return False
+    unit = next(each for each in _units(model, {}) if each.keys() & experts)
+    of_unit = {name: value for name, value in unit.items() if name in experts}
+    whole_names = _as_published(model, {name: value.to("meta") for name, value in _blank(of_unit).items()})
+    each = {name: value[:1] for name, value in _blank(of_unit).items()}
+    of_first = _as_published(model, each)
+    found = {_NUMBER.sub("*", name): tuple(value.shape) for name, value in whole_names.items()}
+    count = len(next(iter(of_unit.values())))
+    return (
+        all(_NUMBER.search(name) for name in whole_names)
+        and len(whole_names) == count * len(of_first)
+        and found == {_NUMBER.sub("*", name): tuple(value.shape) for name, value in of_first.items()}
+    )
+
+
+def _blank(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in tensors.items()}
+
+
+def _own(
+    model: PreTrainedModel, experts: Mapping[str, torch.Tensor], dtype: DType, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return this rank's experts of a layer by published name; empty on ranks of other copies than the first."""
+    published: dict[str, torch.Tensor] = {}
+    for name, value in experts.items():
+        first = first_row(value)
+        if first is None:
+            continue
+        rows = local(value.detach()).to(device, _format(value, dtype))
+        for numbered, tensor in _as_published(model, {name: rows}).items():
+            published[_renumbered(numbered, first)] = tensor
+    return published
+
+
+def _renumbered(name: str, first: int) -> str:
+    """Return a published name of an expert whose number counts from this rank's `first`."""
+    return _NUMBER.sub(lambda found: str(int(found[0]) + first), name)
 
 
 def gathered_as(

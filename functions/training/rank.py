@@ -66,7 +66,9 @@ class TrainingRank:
         torch.set_num_threads(training.threads or default_threads(place.ranks))
         self._spec = model
         self._training = training
-        device, self._mesh = join(place, training.split_over(place.ranks))
+        self._timeout_s = place.timeout_s
+        shards, experts = training.split_over(place.ranks), training.experts_over(place.ranks)
+        device, self._mesh, self._experts = join(place, shards, experts)
         self._alone = is_alone(self._mesh, offload=training.offload)
         self._policy = self._load(device)
         self._model = self._policy.model
@@ -75,7 +77,7 @@ class TrainingRank:
         self._average = None if decay is None else WeightAverage(self._model, decay)
         self._savers = Savers.of(place.timeout_s)
         try_files(model, self._model, self._savers)
-        self._background = Background(self._savers, place.timeout_s, self._mesh)
+        self._background = Background(self._savers, place.timeout_s, self._mesh, experts)
         self.shared_prompt_tokens = 0
         """Prompt tokens of all updates that were shared within a micro-batch instead of computed. Equal on all
         ranks."""
@@ -263,11 +265,11 @@ def over_updates(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, flo
 
 
 def load_trained_policy(
-    model: ModelSpec, learner: LearnerSpec, device: torch.device, mesh: DeviceMesh
+    model: ModelSpec, learner: LearnerSpec, device: torch.device, mesh: DeviceMesh, experts: DeviceMesh | None = None
 ) -> PolicyNetwork:
     """Load the learner's policy, with an adapter if the spec asks for one; see load_trained."""
     exact = learner.head_dtype == "float32"
-    head = {"exact_head": exact, "logits_elements": learner.logits_elements}
+    head = {"exact_head": exact, "logits_elements": learner.logits_elements, "experts": experts}
     frozen = None if model.lora is None else model.dtype
     policy = load_trained(model, learner, device, mesh, compiled=learner.compile, layers_dtype=frozen, **head)
     if model.lora is not None:
@@ -276,11 +278,11 @@ def load_trained_policy(
 
 
 def load_trained(
-    model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh, **head: Any
+    model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh, **others: Any
 ) -> PolicyNetwork:
     """Load a model, split over `mesh`, with float32 master weights. *Collective.*
 
-    `head`: further arguments of load_policy, which documents the errors.
+    `others`: further arguments of load_policy, which documents the errors.
     """
     return load_policy(
         model,
@@ -291,5 +293,5 @@ def load_trained(
         mesh=mesh,
         offload=training.offload,
         share_prefixes=training.share_prefixes,
-        **head,
+        **others,
     )

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from rlhfless.functions.expert_parallel import expert_mesh_of, is_expert
 from rlhfless.functions.sharding import local, mesh_of
 from rlhfless.functions.training.checkpoint import Savers
 from rlhfless.records.checkpoints import CheckpointError
@@ -38,8 +39,9 @@ PIECE_BYTES = 2**26
 class Background:
     """Writes one checkpoint at a time in a thread. All methods except `wait_written` are collective."""
 
-    def __init__(self, savers: Savers, timeout_s: float, mesh: DeviceMesh) -> None:
-        """`timeout_s` limits each call of a rank. `mesh`: the ranks that the state is split over."""
+    def __init__(self, savers: Savers, timeout_s: float, mesh: DeviceMesh, expert_ranks: int = 1) -> None:
+        """`timeout_s` limits each call of a rank. `mesh`: the ranks that the state is split over; `expert_ranks` of
+        them divide the experts."""
         self._savers = savers
         self._limit_s = DEADLINE_SHARE * timeout_s
         self._mesh = (
@@ -47,6 +49,8 @@ class Background:
             if mesh.ndim == 1
             else mesh_of(torch.device("cpu"), mesh.size(), mesh.size(1), timedelta(seconds=timeout_s), "gloo")
         )
+        cpu, shards = torch.device("cpu"), mesh.size(mesh.ndim - 1)
+        self._experts = expert_mesh_of(cpu, mesh.size(), shards, expert_ranks, connected=False)
         self._writing: tuple[str, float, Future[None]] | None = None
         """Location, deadline (time.monotonic) and result."""
         self._buffers: list[torch.Tensor] = []
@@ -76,8 +80,9 @@ class Background:
         copy = self._on_host(local(value.detach()), deadline_s)
         if not isinstance(value, DTensor):
             return copy
+        mesh = self._experts if is_expert(value) else self._mesh
         return DTensor.from_local(
-            copy, self._mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            copy, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
 
     def _on_host(self, part: torch.Tensor, deadline_s: float) -> torch.Tensor:

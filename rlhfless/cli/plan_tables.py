@@ -63,6 +63,9 @@ def memory_lines(
         ranks = learner.split_over(learner.world_size)
         text = f"the learner's states are split over {ranks} ranks each, in {learner.copies} copies"
         lines.append(Prose(f"{text} (learner.shard_ranks)"))
+    if (number := learner.experts_over(learner.world_size, asked.shape.divisible_experts)) > 1:
+        held = asked.shape.divisible_experts // number
+        lines.append(Prose(f"{number} ranks divide the experts, {held} of a layer each (learner.expert_parallel)"))
     lines += [Prose(f"refused: {problem}", style="red") for problem in problems]
     if change is not None:
         lines.append(Prose(f"nearest change that fits: {change.text}"))

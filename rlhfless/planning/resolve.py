@@ -81,6 +81,7 @@ REASONS = {
     "ranks": "as many as the devices hold",
     "reward_model_ranks": "as many as the devices hold",
     "shard_ranks": "states are sharded within a node",
+    "expert_parallel": "as many ranks of a node as divide the experts",
     "gradient_checkpointing": "activations are kept where memory is left",
     "offload": "states fit in no other way",
     "micro_batch_tokens": "the largest pass with room to spare",
@@ -186,7 +187,7 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     others = reward_shapes(spec), frozen_shapes(spec), draft_shape(spec)
     given = resolve_for_kind(spec, kind, shape)
     asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, given)
-    asked = replace(asked, spec=placed(asked))
+    asked = replace(asked, spec=_with_divided_experts(placed(asked), shape))
     return replace(asked, spec=timed(asked))
 
 
@@ -199,6 +200,15 @@ def _within_context(spec: RunSpec, limit: int | None) -> RunSpec:
     if context is None or is_set(spec, "generation.max_tokens") or spec.generation.max_tokens < context:
         return spec
     return edited(spec, {"generation.max_tokens": max(context // 2, 1)})
+
+
+def _with_divided_experts(spec: RunSpec, shape: ModelShape) -> RunSpec:
+    """Resolve `expert_parallel: auto` of each trained model, once its ranks are decided."""
+    for name, part in spec.trained.items():
+        experts = shape.divisible_experts if name == "learner" or (spec.critic and spec.critic.new_head) else 0
+        number = part.experts_over(part.world_size, experts)
+        spec = edited(spec, {f"{name}.expert_parallel": number} if part.expert_parallel == "auto" else {})
+    return spec
 
 
 def on_cores(spec: RunSpec, kind: str) -> bool:
@@ -264,12 +274,14 @@ SETTLED = (
     "learner.logits_mib",
     "learner.ranks",
     "learner.shard_ranks",
+    "learner.expert_parallel",
     "critic.dtype",
     "critic.gradient_checkpointing",
     "critic.offload",
     "critic.micro_batch_tokens",
     "critic.ranks",
     "critic.shard_ranks",
+    "critic.expert_parallel",
     "reference.ranks",
     "scoring.reward_model_ranks",
     TENSOR_PARALLEL,
@@ -296,7 +308,29 @@ def keep_resolved(spec: RunSpec, before: RunSpec) -> RunSpec:
 
 def device_problems(spec: RunSpec, kind: str, shape: ModelShape | None = None) -> list[Problem]:
     """Return the reasons to refuse devices of a kind for a spec and a model, regardless of their number."""
-    return [*_format_problems(spec, kind), *_speculation_problems(spec, kind), *_adapter_problems(spec, kind, shape)]
+    return [
+        *_format_problems(spec, kind),
+        *_speculation_problems(spec, kind),
+        *_adapter_problems(spec, kind, shape),
+        *_expert_problems(spec, shape),
+    ]
+
+
+def _expert_problems(spec: RunSpec, shape: ModelShape | None) -> list[Problem]:
+    """Return the problems of a number of ranks that cannot divide the model's experts."""
+    problems = []
+    for name, part in spec.trained.items() if shape is not None else ():
+        number, experts = part.expert_parallel, 0 if shape is None else shape.divisible_experts
+        if number in ("auto", 1) or (name == "critic" and not (spec.critic and spec.critic.new_head)):
+            continue
+        key = f"{name}.expert_parallel"
+        if not experts:
+            what = f"{number}, but the model has no experts that ranks can divide"
+            problems.append(Problem(key, what, "set it to 1, or leave it out"))
+        elif experts % int(number):
+            what = f"{number}, which does not divide the model's {experts} experts"
+            problems.append(Problem(key, what, f"set it to {math.gcd(experts, int(number))}, or leave it out"))
+    return problems
 
 
 def _adapter_problems(spec: RunSpec, kind: str, shape: ModelShape | None) -> list[Problem]:

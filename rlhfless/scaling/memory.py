@@ -108,14 +108,18 @@ class MemoryPhase:
         return sum(part.size_bytes for part in self.parts)
 
 
-def on_device(phases: Sequence[MemoryPhase], kind: str, ranks: int = 1, copies: int = 1) -> tuple[MemoryPhase, ...]:
+def on_device(
+    phases: Sequence[MemoryPhase], kind: str, ranks: int = 1, copies: int = 1, expert_ranks: int = 1
+) -> tuple[MemoryPhase, ...]:
     """Return the phases of a separate process on a device of a kind.
 
     On a GPU it also holds PROCESS_BYTES and the communicators of its ranks: one, or with copies (HSDP) one within a
-    copy and one across copies.
+    copy and one across copies. `expert_ranks` that divide experts have one more, and so have ranks with equal experts.
     """
     on_gpu = kind != CPU_KIND
     communicators = 0 if ranks == 1 else 1 if copies == 1 else 2
+    if expert_ranks > 1:
+        communicators += 1 if ranks == copies * expert_ranks else 2
     process = MemoryPart(PROCESS, PROCESS_BYTES * on_gpu), MemoryPart(NCCL, COMMUNICATOR_BYTES * communicators * on_gpu)
     return tuple(MemoryPhase(phase.name, (*phase.parts, *process)) for phase in phases)
 
@@ -132,18 +136,25 @@ def mlp_width(shape: ModelShape) -> int:
 def layer_token_bytes(shape: ModelShape, dtype: DType) -> int:
     """Return the bytes that one layer keeps per token for the backward pass.
 
-        float32   24 h + 16 q + 16 k + 16 I
-        16 bit    16 h + 10 q + 10 k +  8 I
+        float32   24 h + 16 q + 16 k + 16 I + 8 e h
+        16 bit    16 h + 10 q + 10 k +  8 I + 4 e h
 
     Counted with torch's saved-tensor hooks on Llama, Qwen2 and Qwen3 of transformers 5 with SDPA; the formulas fit to 2
     % (tests/prepare). Models without a norm of queries and keys keep 8 (q + k) less in float32. Attention keeps no
     matrix (Korthikanti et al., arXiv 2205.05198, section 4, counts 34 h + 5 a s for GPT with one). Linear attention
-    layers are counted like the others; this has not been measured.
+    layers are counted like the others; this has not been measured. A token's e experts, averaged over the layers, keep
+    its hidden state and their outputs, whether they are divided over ranks or not.
     """
     queries, keys = shape.query_width, shape.key_width
+    routed = routed_copies(shape) * 2 * DTYPE_BYTES[dtype] * shape.hidden
     if dtype == "float32":
-        return 24 * shape.hidden + 16 * (queries + keys) + 16 * mlp_width(shape)
-    return 16 * shape.hidden + 10 * (queries + keys) + 8 * mlp_width(shape)
+        return 24 * shape.hidden + 16 * (queries + keys) + 16 * mlp_width(shape) + round(routed)
+    return 16 * shape.hidden + 10 * (queries + keys) + 8 * mlp_width(shape) + round(routed)
+
+
+def routed_copies(shape: ModelShape) -> float:
+    """Return the experts that a token passes in a layer, averaged over the layers."""
+    return shape.experts_per_token * shape.expert_layers / shape.layers
 
 
 def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool, on_gpu: bool = False) -> int:
@@ -263,6 +274,8 @@ class Sharded:
     """A moving average of the weights is kept."""
     adapter: FrozenBase | None = None
     """Only adapters are trained."""
+    expert_ranks: int = 1
+    """Ranks that divide the experts (expert parallelism)."""
 
     @property
     def alone(self) -> bool:
@@ -271,8 +284,10 @@ class Sharded:
         return self.ranks * self.copies == 1 and not self.offload
 
 
-def sharded(training: TrainingSpec, kind: str = CPU_KIND, adapter: FrozenBase | None = None) -> Sharded:
-    """Return how a trained model is split, from its section of the spec."""
+def sharded(
+    training: TrainingSpec, kind: str = CPU_KIND, adapter: FrozenBase | None = None, experts: int = 0
+) -> Sharded:
+    """Return how a trained model is split, from its section of the spec. `experts`: ModelShape.divisible_experts."""
     return Sharded(
         training.split_over(training.world_size),
         training.dtype,
@@ -283,6 +298,7 @@ def sharded(training: TrainingSpec, kind: str = CPU_KIND, adapter: FrozenBase | 
         copies=training.copies,
         averaged=training.average_decay is not None,
         adapter=adapter,
+        expert_ranks=training.experts_over(training.world_size, experts),
     )
 
 
@@ -317,9 +333,12 @@ def learner_states_bytes(
     return *frozen, MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), moments, *average
 
 
-def layer_parameters(shape: ModelShape) -> int:
-    """Return G: the parameters of one decoder layer, which is gathered as a whole."""
-    return (shape.attention + shape.dense_mlp + shape.experts * shape.expert_mlp) // shape.layers
+def layer_parameters(shape: ModelShape, expert_ranks: int = 1) -> int:
+    """Return G: the parameters of one decoder layer, which is gathered as a whole.
+
+    Of experts that ranks divide, each gathers its own.
+    """
+    return (shape.attention + shape.dense_mlp + shape.experts * shape.expert_mlp // expert_ranks) // shape.layers
 
 
 def root_parameters(shape: ModelShape) -> int:
@@ -353,7 +372,11 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
         states = tuple(part for part in states if part.name != "frozen weights") if frozen else ()
     resting = tuple(part for part in states if part.name != "gradients")
     b, r = DTYPE_BYTES[how.dtype], 4 if how.exact_head else DTYPE_BYTES[how.dtype]
-    layer, root, head = layer_parameters(shape), root_parameters(shape), 0 if how.values else shape.head
+    layer, root, head = (
+        layer_parameters(shape, how.expert_ranks),
+        root_parameters(shape),
+        0 if how.values else shape.head,
+    )
     kept = activation_bytes(shape, tokens, how.dtype, checkpointing=how.checkpointing)
     recomputed = tokens * layer_token_bytes(shape, how.dtype) if how.checkpointing else 0
     sharing = sharing_token_bytes(shape, how.dtype, backward=True, on_gpu=how.on_gpu) * tokens * how.sharing
@@ -384,7 +407,12 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
         max(learning, key=lambda phase: phase.size_bytes),
         MemoryPhase(
             PUBLISH,
-            (*resting, MemoryPart("exact weights of a layer, embeddings and head", 4 * (root + layer + head))),
+            (
+                *resting,
+                MemoryPart(
+                    "exact weights of a layer, embeddings and head", 4 * (root + layer_parameters(shape) + head)
+                ),
+            ),
         ),
         MemoryPhase("restore", resting),
     )
@@ -409,7 +437,7 @@ def value_phases(shape: ModelShape, tokens: int, how: Sharded) -> tuple[MemoryPh
     passing = max(layer, sharing)
     gathered = next(part for part in learn.parts if part.name == "gathered weights")
     if not how.alone:
-        size = DTYPE_BYTES[how.dtype] * (root_parameters(body) + 2 * layer_parameters(body))
+        size = DTYPE_BYTES[how.dtype] * (root_parameters(body) + 2 * layer_parameters(body, how.expert_ranks))
         gathered = MemoryPart(gathered.name, size)
     passed = (gathered, MemoryPart("activations", tokens * (layer + passing)))
     return learn, MemoryPhase("values", (*restore.parts, *passed)), restore

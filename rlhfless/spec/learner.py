@@ -43,6 +43,10 @@ class AdamWSpec(SpecModel):
     """Final learning rate for `linear` and `cosine`, as a fraction of `learning_rate`."""
 
 
+NODE_RANKS = 8
+"""Most ranks that `expert_parallel: auto` divides experts over: the GPUs of a node. Tokens cross its links twice in
+each layer."""
+
 PASS_TOKENS = 8192
 """Tokens per forward pass until the memory plan decides."""
 
@@ -58,6 +62,12 @@ class TrainingSpec(SpecModel):
     """Neighboring ranks that each full copy of the model states is sharded across. Copies exchange only gradients
     (HSDP). Must divide `ranks`. `auto`: the ranks of one node, if ranks span several GPU nodes and one node can hold
     the states; otherwise all ranks."""
+
+    expert_parallel: Ranks = "auto"
+    """Neighboring ranks that divide the routed experts of each layer; tokens are sent to the ranks of their experts.
+    Must divide the ranks of a copy (`shard_ranks`) and the number of experts. `1`: every rank gathers all experts of a
+    layer. `auto`: for models whose experts transformers can divide, as many ranks as possible, up to 8, so that they
+    are in one node; otherwise 1."""
 
     micro_batch_tokens: Tokens | Literal["auto"] = "auto"
     """Maximum tokens per forward pass, including padding. A longer sequence gets its own pass. `auto`: 8,192; on GPUs
@@ -107,6 +117,17 @@ class TrainingSpec(SpecModel):
         """Return `shard_ranks` as a number that divides `ranks`."""
         return ranks if self.shard_ranks == "auto" else math.gcd(ranks, self.shard_ranks)
 
+    def experts_over(self, ranks: int, experts: int = 0) -> int:
+        """Return `expert_parallel` as a number that divides the ranks of a copy.
+
+        `auto`: the largest such number up to NODE_RANKS that divides `experts` (0: they cannot be divided).
+        """
+        split = self.split_over(ranks)
+        if self.expert_parallel != "auto":
+            return math.gcd(split, self.expert_parallel)
+        common = math.gcd(split, experts) if experts else 1
+        return max(count for count in range(1, min(common, NODE_RANKS) + 1) if common % count == 0)
+
     @property
     def copies(self) -> int:
         """Number of full copies of the model states."""
@@ -119,6 +140,15 @@ class TrainingSpec(SpecModel):
             raise ValueError(
                 f"shard_ranks is {self.shard_ranks}, and {self.ranks} ranks are no whole number of such sets: "
                 f"set it to {nearest}, or leave it out"
+            )
+        if (
+            self.ranks != "auto"
+            and self.expert_parallel != "auto"
+            and (self.experts_over(self.ranks) != self.expert_parallel)
+        ):
+            raise ValueError(
+                f"expert_parallel is {self.expert_parallel}, and the {self.split_over(self.ranks)} ranks of a copy are "
+                f"no whole number of such sets: set it to {self.experts_over(self.ranks)}, or leave it out"
             )
         return self
 

@@ -31,6 +31,7 @@ from rlhfless.records import WeightVersion
 from rlhfless.records.ledger import BUCKET_BYTES
 from rlhfless.spec import Transport
 from rlhfless.weights.check import WeightFileError
+from rlhfless.weights.coauthors import Coauthors
 from rlhfless.weights.digest import NO_HASHES, Digest, device_piece_hash, dtype_name
 from rlhfless.weights.files import TensorStream, file_name, version_of
 from rlhfless.weights.store import StoredWeights, Tensors
@@ -60,8 +61,11 @@ class BucketStore:
         self._listener.bind(str(path))
         self._listener.listen(64)
 
-    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
+    def put(
+        self, run_id: str, attempt: int, step: int, tensors: Tensors, coauthors: Coauthors | None = None
+    ) -> StoredWeights:
         """Compute the version's digest without storing anything; `feed` receives the same tensors again."""
+        assert coauthors is None, "every rank gathers all tensors"
         stream = tensors if isinstance(tensors, TensorStream) else TensorStream.of(tensors)
         digest = Digest(device_piece_hash)
         for name, tensor in stream.tensors:

@@ -104,15 +104,43 @@ Put = Callable[[bytes | memoryview, int], None]
 
 
 def write_tensors(
-    put: Put, stream: TensorStream, metadata: Callable[[], Mapping[str, str]], digest: Digest | None = None
+    put: Put,
+    stream: TensorStream,
+    metadata: Callable[[], Mapping[str, str]],
+    digest: Digest | None = None,
+    others: Callable[[int], Callable[[], Mapping[str, bytes]]] | None = None,
 ) -> int:
     """Write a whole version, add its tensors to `digest`, and return its size in bytes.
 
-    `metadata` is called after all tensors are written, and once before, only to determine its length. Raises
-    ValueError if the stream does not match its layout.
+    `metadata` is called after all tensors are written, and once before, only to determine its length. `others` is
+    called with the offset of the first tensor, so that other processes begin to write tensors that the stream lacks;
+    what it returns waits for them, and gives the hashes. Raises ValueError if a tensor of the layout is missing.
     """
     digest = digest or Digest()
     header, size_bytes = _header(stream.layout, metadata())
+    joined = others(len(header)) if others is not None else None
+    left = write_pieces(put, stream, len(header), digest.record, digest.of_piece)
+    for name, known in joined().items() if joined is not None else ():
+        start, end = left.pop(name)
+        digest.record(name, known, end - start)
+    if left:
+        raise ValueError(f"the stream ended without {sorted(left)[:3]}")
+    put(_header(stream.layout, metadata())[0], 0)
+    return len(header) + size_bytes
+
+
+def write_pieces(
+    put: Put,
+    stream: TensorStream,
+    begins: int,
+    record: Callable[[str, bytes, int], None],
+    of_piece: PieceHash = piece_hash,
+) -> dict[str, tuple[int, int]]:
+    """Write the stream's tensors at their places after `begins`, and return the places of those that did not come.
+
+    `record` is called with the name, hash and bytes of each tensor. Raises ValueError for a tensor that is not the one
+    of its layout.
+    """
     left = dict(_offsets(stream.layout))
     count = threads()
     with ThreadPoolExecutor(count, "write") as pool:
@@ -120,24 +148,21 @@ def write_tensors(
 
         def take() -> None:
             name, tensor, hashes = writing.popleft()
-            digest.record(name, combined_hash(name, tensor, (each.result() for each in hashes)), tensor.nbytes)
+            record(name, combined_hash(name, tensor, (each.result() for each in hashes)), tensor.nbytes)
 
         for name, tensor in stream.tensors:
             if name not in left or left[name][1] - left[name][0] != tensor.nbytes:
                 raise ValueError(f"tensor {name!r} came twice, or is not the one of its layout")
-            place, written = len(header) + left.pop(name)[0], []
+            place, written = begins + left.pop(name)[0], []
             for piece in pieces(tensor):
-                written.append(pool.submit(_write, put, place, piece, digest.of_piece))
+                written.append(pool.submit(_write, put, place, piece, of_piece))
                 place += len(piece)
             writing.append((name, tensor, written))
             if len(writing) > count:  # waiting tensors use memory
                 take()
         while writing:
             take()
-    if left:
-        raise ValueError(f"the stream ended without {sorted(left)[:3]}")
-    put(_header(stream.layout, metadata())[0], 0)
-    return len(header) + size_bytes
+    return left
 
 
 def write_file(file: IO[bytes], stream: TensorStream, metadata: Mapping[str, str]) -> None:

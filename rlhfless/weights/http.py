@@ -33,6 +33,7 @@ from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
 from rlhfless.util.folders import wait_for_lock
 from rlhfless.weights.check import WeightFileError
+from rlhfless.weights.coauthors import Coauthors
 from rlhfless.weights.digest import PieceHash, digest_by_threads, piece_hash, threads
 from rlhfless.weights.files import Put, file_name, read_version, version_of, way_on_node
 from rlhfless.weights.parts import OpenVersion, TornVersion, drafting, spare
@@ -198,6 +199,8 @@ class HttpStoreServer:
             join: answers readers that can receive a broadcast (rlhfless.weights.broadcast).
             of_piece: see FolderStore.
         """
+        self.folder = Path(folder)
+        self.of_piece = of_piece
         self.token = token or secrets.token_urlsafe(32)
         self._folder = FolderStore(folder, of_piece)
         handler = type("Handler", (_Handler,), {"store": self._folder, "token": self.token, "join": join})
@@ -221,9 +224,11 @@ class HttpStoreServer:
         self._server.server_close()
         self._thread.join()
 
-    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
+    def put(
+        self, run_id: str, attempt: int, step: int, tensors: Tensors, coauthors: Coauthors | None = None
+    ) -> StoredWeights:
         """Publish `tensors`; the location in the result is a URL."""
-        stored = self._folder.put(run_id, attempt, step, tensors)
+        stored = self._folder.put(run_id, attempt, step, tensors, coauthors)
         return replace(stored, location=f"{self.url}{PREFIX}{Path(stored.location).name}")
 
     def versions(self) -> tuple[WeightVersion, ...]:

@@ -20,7 +20,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,8 +79,9 @@ class Stripes:
 class Draft:
     """A version under construction. Threads may write concurrently."""
 
-    def __init__(self, folder: Path, path: Path | None) -> None:
+    def __init__(self, folder: Path, path: Path | None, opened: Callable[[Path], IO[bytes]] | None = None) -> None:
         self.folder = folder
+        self._opened = opened or _open_blank
         self.path = path
         """The final path of the version, or None to discard it."""
         self._stripes = Stripes()
@@ -94,6 +95,11 @@ class Draft:
             with self._turns[part]:  # otherwise threads would busy-wait for the kernel's lock
                 put(self._file(part).fileno(), view[:length], offset)
             view = view[length:]
+
+    def open_all(self) -> None:
+        """Open all files, so that other processes can write to them as well (`joining`)."""
+        for part in range(self._stripes.parts):
+            self._file(part)
 
     def finish(self, size_bytes: int) -> None:
         """Truncate to `size_bytes` and write the manifest; the version is then readable from `folder`."""
@@ -121,7 +127,7 @@ class Draft:
 
     def _file(self, part: int) -> IO[bytes]:
         if part not in self._files:
-            self._files[part] = _open_blank(self.folder / str(part))
+            self._files[part] = self._opened(self.folder / str(part))
         return self._files[part]
 
 
@@ -152,6 +158,16 @@ def drafting(folder: Path, path: Path | None = None) -> Iterator[Draft]:
     finally:
         draft.close()
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def joining(folder: Path) -> Iterator[Draft]:
+    """Provide the draft of another process, whose files are all open there, to write to."""
+    draft = Draft(folder, None, lambda path: path.open("rb+"))
+    try:
+        yield draft
+    finally:
+        draft.close()
 
 
 def spare(path: Path) -> None:

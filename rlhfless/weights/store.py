@@ -21,10 +21,10 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +36,7 @@ from rlhfless.spec import Transport
 from rlhfless.util.errors import UserError
 from rlhfless.util.folders import private
 from rlhfless.weights.check import WeightFileError
+from rlhfless.weights.coauthors import Begun, Coauthors
 from rlhfless.weights.digest import Digest, PieceHash, digest_of, piece_hash
 from rlhfless.weights.files import (
     SUFFIX,
@@ -47,7 +48,7 @@ from rlhfless.weights.files import (
     way_on_node,
     write_tensors,
 )
-from rlhfless.weights.parts import TEMPORARY_PREFIX, TornVersion, drafting, mapped, spare
+from rlhfless.weights.parts import TEMPORARY_PREFIX, Draft, TornVersion, drafting, mapped, spare
 
 Tensors = Mapping[str, torch.Tensor] | TensorStream
 
@@ -101,8 +102,12 @@ class WeightReader(Protocol):
 class WeightStore(Protocol):
     """The learner-side interface of a store."""
 
-    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
+    def put(
+        self, run_id: str, attempt: int, step: int, tensors: Tensors, coauthors: Coauthors | None = None
+    ) -> StoredWeights:
         """Publish `tensors` and compute their digest; streams are written as they arrive. Raises StoreFull.
+
+        `coauthors` write the tensors of the layout that the stream lacks (rlhfless.weights.coauthors).
 
         Publishing the same weights again does nothing unless the stored file is damaged, in which case it is
         rewritten.
@@ -130,7 +135,9 @@ class FolderStore:
         """Return the path of a version, whether or not it exists."""
         return self.folder / file_name(version)
 
-    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
+    def put(
+        self, run_id: str, attempt: int, step: int, tensors: Tensors, coauthors: Coauthors | None = None
+    ) -> StoredWeights:
         """Publish `tensors`; see `WeightStore.put`. Raises ValueError for an empty set of tensors."""
         stream = tensors if isinstance(tensors, TensorStream) else TensorStream.of(tensors)
         if not stream.layout:
@@ -145,7 +152,8 @@ class FolderStore:
 
         file_name(version())  # rejects a bad name before anything is written
         with _reporting_full(self.folder), drafting(self.folder) as draft:
-            size_bytes = write_tensors(draft.put, stream, notes, digest)
+            others = None if coauthors is None else partial(_begun, coauthors, draft)
+            size_bytes = write_tensors(draft.put, stream, notes, digest, others)
             draft.finish(size_bytes)
             seal(draft.folder, version().digest)
             path = self.path(version())
@@ -182,6 +190,12 @@ class FolderStore:
 
     def delete(self, version: WeightVersion) -> None:
         spare(self.path(version))
+
+
+def _begun(coauthors: Coauthors, draft: Draft, begins: int) -> Callable[[], Mapping[str, bytes]]:
+    draft.open_all()
+    coauthors.begin(Begun(str(draft.folder), begins))
+    return coauthors.hashes
 
 
 @contextmanager

@@ -16,6 +16,7 @@ QUANTISED, SCHEDULER = f"{VLLM}/fp8.py", f"{VLLM}/scheduler.py"
 LORA_REPAIRS, LORA_SLOTS = f"{VLLM}/lora_repairs.py", f"{VLLM}/lora_slots.py"
 ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
+EXPERTS = "functions/expert_parallel.py"
 ATTENTION, CHECK = "functions/prefix_attention.py", "functions/attention_check.py"
 PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_kernels.py"
 CLUSTER, SESSION, LEAVING, EACH_NODE = (
@@ -304,6 +305,10 @@ RAY_NAMES = (
 TORCH_NAMES = (
     PrivateName("torch.distributed.rendezvous._create_c10d_store", (LOOPBACK,), "listen on loopback",
                 takes=("hostname", "port", "rank", "world_size", "timeout", "use_libuv")),
+    PrivateName("torch.distributed.device_mesh.DeviceMesh", (EXPERTS,), "a mesh of experts without groups",
+                takes=("device_type", "mesh", "mesh_dim_names", "_init_backend")),
+    PrivateName("torch.distributed._functional_collectives.all_to_all_single", (REHEARSAL,), "send tokens to experts",
+                takes=("self", "output_split_sizes", "input_split_sizes", "group")),
     PrivateName("torch.distributed.tensor.DTensor", (LOADING,), "leave parts of tensors in the host's memory",
                 has=("_spec",)),
     PrivateName("torch.nn.Module", (PUBLISHING,), "buffers that a checkpoint leaves out",
@@ -347,6 +352,12 @@ TRANSFORMERS_NAMES = (
                 has=("_supports_sdpa",)),
     PrivateName("transformers.PreTrainedModel", ("functions/sharding.py",), "the layers of a model",
                 has=("_no_split_modules",)),
+    PrivateName("transformers.PreTrainedModel", (EXPERTS,), "which experts tokens can be sent to", has=("ep_plan",)),
+    PrivateName("transformers.distributed.tensor_parallel.apply_expert_parallelism", (EXPERTS,),
+                "divide experts over ranks", takes=("model", "ep_mesh", "tp_mesh", "plan")),
+    PrivateName("transformers.distributed.tensor_parallel.EpDispatchExpertsParallel._dispatch_tokens", (REHEARSAL,),
+                "send tokens without data", takes=("self", "hidden_states", "top_k_index", "num_local_experts",
+                                                   "ep_group", "ep_size")),
 )  # fmt: skip
 
 OTHER_NAMES = (

@@ -21,7 +21,9 @@ from rlhfless.spec import CriticSpec, DType, LearnerSpec, PPOSpec
 
 def critic_peak_bytes(config: Any, critic: CriticSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
     """Return the peak bytes of a critic; see memory_dry_run.peak_bytes."""
-    return dry_run.dry_run_peak(lambda mesh: _critic(config, critic, mesh), critic, ranks, dry_run._batch(rows, width))
+    return dry_run.dry_run_peak(
+        lambda mesh, _: _critic(config, critic, mesh), critic, ranks, dry_run._batch(rows, width)
+    )
 
 
 def frozen_peak_bytes(config: Any, dtype: DType, ranks: int, rows: int, width: int) -> Mapping[str, int]:

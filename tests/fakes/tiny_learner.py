@@ -19,6 +19,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from fakes.builders import LONG, drawn
@@ -53,7 +55,31 @@ def save_tiny_model(folder: Path, *, tied: bool = True) -> str:
         tie_word_embeddings=tied,
         initializer_range=0.2,
     )
-    model: Any = Qwen3ForCausalLM(config)
+    return _saved(Qwen3ForCausalLM(config), folder)
+
+
+def save_tiny_experts(folder: Path, *, experts: int = 8) -> str:
+    """Save a two-layer Qwen3-MoE whose tokens have two experts each."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    return _saved(Qwen3MoeForCausalLM(config), folder)
+
+
+def _saved(model: Any, folder: Path) -> str:
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fakes.tiny_learner import make_batch, make_rank, make_shared_batch, save_tiny_model
+from fakes.tiny_learner import make_batch, make_rank, make_shared_batch, save_tiny_experts, save_tiny_model
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.rank import LearnerRank
 
@@ -17,6 +17,12 @@ from rlhfless.functions.learner.rank import LearnerRank
 def tiny_model(tmp_path_factory) -> str:
     """Folder of a small random model with its tokenizer."""
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_experts(tmp_path_factory) -> str:
+    """Folder of a small random model with eight experts a layer."""
+    return save_tiny_experts(tmp_path_factory.mktemp("models") / "experts")
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, **more
 
 def _gpt_oss(layers: int, experts: int) -> Mapping[str, Any]:
     window: Any = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
-    routed: Any = {"num_local_experts": experts, "num_experts_per_tok": 4}
+    routed: Any = {"num_local_experts": experts, "num_experts_per_tok": 4, "model_type": "gpt_oss"}
     return _config(layers, 2880, 64, 8, 2880, 201088, head_dim=64, **routed, **window)
 
 
@@ -64,7 +64,7 @@ def _qwen35_experts(
     return _qwen35(layers, hidden, heads, 2, value_heads, width, **routed, shared_expert_intermediate_size=width)
 
 
-_QWEN3_EXPERTS: Any = {"num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_EXPERTS: Any = {"num_experts": 128, "num_experts_per_tok": 8, "model_type": "qwen3_moe"}
 
 BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -104,6 +104,7 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             num_experts_per_tok=8,
             first_k_dense_replace=1,
             moe_intermediate_size=1408,
+            model_type="glm4_moe",
         ),
         "llama-3.1-8b": _config(32, 4096, 32, 8, 14336, 128256),
         "llama-2-70b": _config(80, 8192, 64, 8, 28672, 32000),

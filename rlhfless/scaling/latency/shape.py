@@ -58,6 +58,8 @@ class ModelShape:
     """None if every layer attends to the whole context."""
     expert_layers: int = 0
     """Number of layers with routed experts."""
+    dispatched: bool = False
+    """Whether ranks can divide the experts, and send tokens to them."""
     attention_form: AttentionForm = "fused"
     """Form of attention in training."""
     linear: LinearAttention | None = None
@@ -99,6 +101,7 @@ class ModelShape:
             product_bits=product_bits,
             windows=Windows.of_config(config, layers),
             expert_layers=layers - dense_layers,
+            dispatched=config.get("model_type") in DISPATCHED,
             attention_form=attention_form(config)[0] if "model_type" in config else "fused",
             linear=LinearAttention.of_config(config, layers),
         )
@@ -132,6 +135,11 @@ class ModelShape:
             full = self.kv_layers * self.hidden * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
             return full + self.linear.layers * self.linear.parameters(self.hidden)
         return 2 * self.layers * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def divisible_experts(self) -> int:
+        """Return the number of experts that ranks can divide; 0 if they cannot."""
+        return self.experts if self.dispatched else 0
 
     @property
     def head(self) -> int:
@@ -270,6 +278,56 @@ def _quantised(config: Mapping[str, Any]) -> tuple[float | None, int]:
         f"8 bits, modelopt's {' and '.join(_FLOATS)}, and compressed-tensors with one group"
     )
 
+
+DISPATCHED = frozenset(
+    [
+        "afmoe",
+        "axk1",
+        "axk2",
+        "cohere2_moe",
+        "deepseek_ocr2_text",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
+        "dots1",
+        "ernie4_5_moe",
+        "ernie4_5_vl_moe_text",
+        "exaone_moe",
+        "flex_olmo",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm4v_moe_text",
+        "glm5_next_text",
+        "glm_moe_dsa",
+        "gpt_oss",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "kimi_linear",
+        "laguna",
+        "lfm2_moe",
+        "mellum",
+        "minimax",
+        "minimax_m2",
+        "minimax_m3_vl_text",
+        "mistral4",
+        "mixtral",
+        "olmoe",
+        "openai_privacy_filter",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_omni_moe_talker_text",
+        "qwen3_vl_moe_text",
+        "qwen4_exp_text",
+        "solar_open",
+        "step3p5",
+        "zaya",
+    ]
+)
+"""Model types for which transformers 5.19 has a plan to send tokens to experts on other ranks."""
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
