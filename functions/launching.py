@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhfless.functions.base import DeviceBinding, LeaseTerms
 from rlhfless.functions.devices import Planned
+from rlhfless.records.routes import FOLDER
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, rank_devices
 from rlhfless.spec import ModelSpec, RunSpec
@@ -47,6 +48,11 @@ class Launch:
         """The lease of every replica."""
         lease_s = self.spec.recovery.lease_s
         return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
+
+    @property
+    def routes_folder(self) -> str:
+        """The folder of the run's routes, which engines write and the learner reads."""
+        return str((self.run_folder / FOLDER).absolute())
 
     def within_context(self, model: ModelSpec) -> ModelSpec:
         """Return the model spec with the run's longest sequence as its context; see choose_frequencies."""

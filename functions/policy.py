@@ -33,12 +33,14 @@ from rlhfless.functions import sharding
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch
 from rlhfless.functions.lm_head import Entropy, OutputHead, head_logprobs, output_head
 from rlhfless.functions.prefix_attention import packed_row
+from rlhfless.functions.routers import Routers
 from rlhfless.prefixes.packing import (
     NEVER,
     PackedSegments,
     Packing,
 )
-from rlhfless.records import FloatArray
+from rlhfless.records import FloatArray, IntArray
+from rlhfless.records.routes import Rows
 from rlhfless.spec import DType
 
 CHECK_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -71,6 +73,9 @@ class PolicyNetwork:
 
     varlen: bool = False
     """Every pass is a row of sequences without padding, computed by FlashAttention."""
+
+    routers: Routers | None = None
+    """Of a mixture of experts that is trained."""
 
     @property
     def vocabulary(self) -> int:
@@ -174,16 +179,30 @@ def response_outputs(
     """
     batch = batch.conversations
     if not batch.response_mask.any():
+        if policy.routers is not None:
+            policy.routers.begin(None)
         token = torch.zeros(1, dtype=torch.int64, device=policy.device)
         return tuple(each[:0] for each in policy.inside(_passed, policy, token[None], token, token, outputs))
     if packed is None and policy.varlen:
         packed = PackedSegments.side_by_side(batch.lengths - 1)
     targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
     tokens, predictors = _padded(batch) if packed is None else _in_one_row(batch, packed)
+    if policy.routers is not None:
+        place = fed_places(batch, packed)
+        policy.routers.begin(policy.routers.routed(batch, place, tokens.numel(), policy.device))
     shared = NOT_SHARED if packed is None else packed_row(packed, policy.device, varlen=policy.varlen)
     fed = (tokens.to(policy.device), predictors.to(policy.device), targets, outputs, shared)
     passed: tuple[torch.Tensor, ...] = policy.inside(_passed, policy, *fed)
     return passed
+
+
+def fed_places(batch: PackedBatch, packed: PackedSegments | None) -> IntArray:
+    """Return the flat positions of the fed tokens in a pass, `[fed]`: all but the last of each sequence."""
+    if packed is not None:
+        return packed.index
+    width = int(batch.lengths.max()) - 1
+    fed = batch.positions < batch.lengths[batch.sequence_id] - 1
+    return (batch.sequence_id * width + batch.positions)[fed]
 
 
 def _padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,6 +239,37 @@ def _passed(
     hidden = policy.hidden_states(tokens, **shared).flatten(0, 1).index_select(0, predictors)
     first, *others = outputs(hidden, targets)
     return first.clone(), *others  # FSDP hooks the result, and warns about views
+
+
+@torch.no_grad()
+def recorded_outputs(
+    policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, parts: Sequence[MicroBatch]
+) -> tuple[FloatArray, Rows]:
+    """Return the first output of a head `[tokens]`, and the routes `[tokens, layers, k]` of the tokens, -1 where none
+    was fed. *Collective*. The network has routers."""
+    assert policy.routers is not None, "asked of a mixture of experts"
+    rows = np.full((len(batch.tokens), policy.routers.layers, policy.routers.k), -1, dtype=np.int16)
+    dtype = torch.promote_types(policy.compute_dtype, torch.float32)
+    values = torch.zeros(len(batch.tokens), dtype=dtype).numpy()
+    policy.routers.recording = True
+    try:
+        for micro_batch in policy.in_step(parts):
+            part = select(batch, micro_batch.indices)
+            found, *_ = response_outputs(policy, part, outputs, micro_batch.packed)
+            if not len(micro_batch.indices):
+                continue
+            source = batch.tokens_of(micro_batch.indices)
+            values[source[part.response_mask]] = found.cpu().numpy()
+            packed = micro_batch.packed
+            if packed is None and policy.varlen:
+                packed = PackedSegments.side_by_side(part.conversations.lengths - 1)
+            read = part.conversations
+            fed = read.positions < read.lengths[read.sequence_id] - 1
+            rows[source[fed]] = policy.routers.recorded()[fed_places(read, packed)]
+    finally:
+        policy.routers.recording = False
+    policy.settle()
+    return values, rows
 
 
 @torch.no_grad()

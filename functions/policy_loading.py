@@ -42,6 +42,7 @@ from rlhfless.functions.attention_check import (
     packed_difference,
 )
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
+from rlhfless.functions.expert_parallel import require_routers
 from rlhfless.functions.lm_head import OutputHead, output_head
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.policy import CHECK_TOLERANCE, TORCH_DTYPES, PolicyNetwork, policy_of
@@ -108,6 +109,8 @@ def load_policy(
     logits_elements: int | None = None,
     compiled: bool = False,
     layers_dtype: DType | None = None,
+    exact_routers: bool = False,
+    freeze_router: bool = False,
     form: Form = POLICY,
 ) -> PolicyNetwork:
     """Load `spec.path` in Hugging Face format, without dropout, to `device`. *Collective* with a mesh.
@@ -123,6 +126,8 @@ def load_policy(
         logits_elements: see OutputHead.chunk_elements.
         compiled: see compile_layers.
         layers_dtype: format of the decoder layers' parameters, if not that of the others; see sharding.shard.
+        exact_routers: see sharding.shard.
+        freeze_router: routers of experts are not trained.
         form: how to build the model from the files.
 
     Raises InputError if weights are missing, malformed or not finite; ValueError if this module's logits differ from
@@ -145,6 +150,7 @@ def load_policy(
             offload=offload,
             exact_head=exact_head,
             layers_dtype=None if layers_dtype is None else TORCH_DTYPES[layers_dtype],
+            exact_routers=exact_routers,
         )
     model = load_fused(
         lambda attention: load_whole(
@@ -160,6 +166,8 @@ def load_policy(
             trust_remote_code=spec.trust_remote_code,
         )
     )
+    for router in require_routers(model, "learner.freeze_router", "true") if freeze_router else ():
+        router.requires_grad_(False)
     _place(model, device, offload=offload)
     choose_frequencies(model, spec.max_context_tokens)
     policy = policy_of(model, device, compute, mesh, logits_elements, form.head)

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate
 
 from rlhfless.functions.base import RankPlace
-from rlhfless.functions.expert_parallel import expert_mesh_of, is_expert, split_experts
+from rlhfless.functions.expert_parallel import expert_mesh_of, is_expert, require_routers, split_experts
 
 INSIDE = "run_inside"
 """Name of the method added to a sharded model: it runs any function as one forward pass of the whole model."""
@@ -121,6 +121,7 @@ def shard(
     exact_head: bool = False,
     layers_dtype: torch.dtype | None = None,
     experts: DeviceMesh | None = None,
+    exact_routers: bool = False,
 ) -> None:
     """Split a model's parameters over a mesh. Those of a blank model stay without data.
 
@@ -128,6 +129,7 @@ def shard(
     shards, gradients and optimiser in host memory. `exact_head`: the root's group also computes in the parameters'
     own dtype. `layers_dtype`: keep the parameters of layers in this format, unless the model is one group. `experts`:
     the mesh over which experts are divided, each layer's in a group of their own; see `split_experts` for errors.
+    `exact_routers`: routers compute in the parameters' own dtype, each in a group of its own.
     """
     model.tie_weights()  # a tied tensor must be a single one when the groups are created
     exact = next(model.parameters()).dtype
@@ -146,6 +148,8 @@ def shard(
             setattr(part, name, torch.nn.Parameter(parameter.detach().to(layers_dtype)))
     if experts is not None:
         split_experts(model, experts, in_layers, options)
+    for router in require_routers(model, "learner.router_dtype", "float32") if exact_routers else ():
+        fully_shard(router, mp_policy=MixedPrecisionPolicy(exact, exact), **options)
     for layer in layers[:-1]:
         fully_shard(layer, mp_policy=in_layers, **options)
     for layer in layers[-1:]:  # a norm needs input and weight in the same dtype

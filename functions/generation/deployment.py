@@ -77,7 +77,9 @@ class GenerationFunction(EngineFunction):
         return GenerationSettings(
             run_id=launch.run_id,
             lease=launch.lease,
-            engine=EngineSettings.of(spec, on.kind, launch.store, launch.max_model_len, launch.kv_bytes(device)),
+            engine=EngineSettings.of(
+                spec, on.kind, launch.store, launch.max_model_len, launch.kv_bytes(device), launch.routes_folder
+            ),
             probe_tolerance=spec.weights.probe_tolerance
             or default_tolerance(spec.model.dtype, layers, spec.generation.quantization),
             binding=on,
@@ -156,7 +158,8 @@ class GenerationFunction(EngineFunction):
         """
         self.admit(call)
         await self._require_version(request)
-        run = RequestRun(self._engine, request, call, self.incarnation, self._cached, self._rollouter)
+        routes = bool(self._settings.engine.routes_folder)
+        run = RequestRun(self._engine, request, call, self.incarnation, self._cached, self._rollouter, routes=routes)
         self._runs[run] = call.attempt
         try:
             with self.engine_faults("generation"):

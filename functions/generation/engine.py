@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol, Self
 
 from rlhfless.functions.generation.messages import KvTransfer
-from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
+from rlhfless.records import FinishReason, PublishedWeights, RouteSpan, SleepTier, Slept, VersionSpan, WeightVersion
 from rlhfless.scaling.memory import stored_versions
 from rlhfless.spec import DType, EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec, Transport
 from rlhfless.spec.fleet import KvConnector
@@ -99,10 +99,18 @@ class EngineSettings:
     """The engine will be asked to sleep; vLLM must know this when it allocates GPU memory."""
     adapters: AdapterSlots | None = None
     """Its versions are adapters; None: all weights."""
+    routes_folder: str = ""
+    """Folder for files of routes (rlhfless.records.routes); empty: the engine records none."""
 
     @classmethod
     def of(
-        cls, run: RunSpec, device: Device, store: StoreAddress, max_model_len: int, kv_bytes: int | None = None
+        cls,
+        run: RunSpec,
+        device: Device,
+        store: StoreAddress,
+        max_model_len: int,
+        kv_bytes: int | None = None,
+        routes_folder: str = "",
     ) -> EngineSettings:
         """Build the engine settings of a run; the seed is reduced to 31 bits because engines take 32-bit seeds."""
         return cls(
@@ -123,6 +131,7 @@ class EngineSettings:
             kv_connector=run.scaling.prefill.connector,
             sleeps=run.placement.in_turns,
             adapters=AdapterSlots.of(run),
+            routes_folder=routes_folder if run.replays_engine_routes else "",
         )
 
     @property
@@ -162,6 +171,8 @@ class SampleRequest:
     Concurrent requests for the same prompt need them only once."""
     top_logprobs: int = 0
     """Number of most likely tokens to report at the first position (`Sampled.first`)."""
+    routes: str = ""
+    """File for the routes of the generated tokens, in EngineSettings.routes_folder; empty: record none."""
     kv_transfer: KvTransfer | None = None
     """OFFER: keep the KV of `token_ids` for other engines. An offer of another engine: fetch the KV from there."""
 
@@ -188,6 +199,8 @@ class Sampled:
     abort."""
     accepted: tuple[int, ...] = ()
     """[depth]: number of accepted drafts."""
+    routes: tuple[RouteSpan, ...] = ()
+    """Where the routes of the response's tokens are, if the request asks for them. The last token has none."""
     first: tuple[tuple[str, float], ...] = ()
     """The most likely first tokens and their logprobs, if the request asks for `top_logprobs`."""
     draft_s: float = 0.0

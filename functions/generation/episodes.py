@@ -35,7 +35,7 @@ from rlhfless.functions.environment.remote import EnvironmentReplicas, RemoteEnv
 from rlhfless.functions.generation.engine import Sampled
 from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.functions.generation.rollouter import PriorTurn, Response, SampleTask, continued
-from rlhfless.records import EpisodeStatus, EpisodeTurn, FinishReason, Rollout, VersionSpan
+from rlhfless.records import EpisodeStatus, EpisodeTurn, FinishReason, Rollout, RouteSpan, VersionSpan, routes_within
 from rlhfless.spec import EnvironmentSpec, ModelSpec, RunSpec
 from rlhfless.util.clock import unix_s
 
@@ -179,6 +179,7 @@ class _Model:
             sampled.version_spans,
             self._task.request.actor,
             cached_tokens=sampled.cached_tokens,
+            routes=sampled.routes,
         )
         if sampled.finish_reason is FinishReason.ABORT:
             now_s = unix_s()
@@ -200,7 +201,8 @@ def past_of(prior: Rollout | None) -> tuple[list[Event], PriorTurn]:
         at = turn.end
         if turn.finish_reason == FinishReason.ABORT:
             part = prior.part(turn.start, turn.end)
-            return events, PriorTurn(_ids(prior, turn.start, turn.end), part.logprobs, part.version_spans, turn.text)
+            tokens = _ids(prior, turn.start, turn.end)
+            return events, PriorTurn(tokens, part.logprobs, part.version_spans, turn.text, part.routes)
         events.append(_segment_of(prior, number, turn))
         for call in episode.calls:
             if call.turn == number:
@@ -226,6 +228,7 @@ def _segment_of(prior: Rollout, number: int, turn: EpisodeTurn) -> ModelSegment:
         part.version_spans,
         prior.actor,
         cached_tokens=turn.cached_tokens,
+        routes=part.routes,
     )
     return ModelSegment(
         number, turn.seed, generated, turn.text, Parsed(turn.parsed), turn.started_s, turn.ended_s,
@@ -246,10 +249,12 @@ def response_of(trajectory: Trajectory, actor: str) -> Response:
     starts = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))
     logprobs: list[float] = []
     spans: list[VersionSpan] = []
+    routes: list[RouteSpan] = []
     for start, segment in zip(starts, segments, strict=False):
         if isinstance(segment, ModelSegment):
             logprobs += segment.generated.logprobs
             spans += (VersionSpan(s.version, s.start + start, s.end + start) for s in segment.generated.version_spans)
+            routes += routes_within(segment.generated.routes, 0, len(segment.token_ids), start)
         else:
             logprobs += [0.0] * len(segment.token_ids)
     turns = trajectory.turns
@@ -261,6 +266,7 @@ def response_of(trajectory: Trajectory, actor: str) -> Response:
         version_spans=tuple(spans),
         cached_tokens=turns[0].generated.cached_tokens if turns else 0,
         text="".join(turn.text for turn in turns),
+        routes=tuple(routes),
     )
     return Response(sampled, trajectory.episode())
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhfless.functions.generation.engine import Sampled, SampleRequest
-from rlhfless.records import FinishReason, VersionSpan
+from rlhfless.records import FinishReason, VersionSpan, routes_within
 
 _CLOSES_A_TURN = re.compile(
     r"</s>|\W*(eos|eot|eom|im_end|end|return|call|pad|end[_▁]?of[_▁]?(turn|text|sentence|sequence|utterance|message))"
@@ -79,6 +79,7 @@ def with_text(sampled: Sampled, request: SampleRequest, tokenizer: Any, end_ids:
         token_ids=sampled.token_ids[:end],
         logprobs=sampled.logprobs[:end],
         version_spans=tuple(spans),
+        routes=routes_within(sampled.routes, 0, end),
         finish_reason=FinishReason.STOP,
     )
 

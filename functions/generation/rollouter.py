@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rlhfless.functions.calls import Call
 from rlhfless.functions.generation.engine import Sampled
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem
-from rlhfless.records import Episode, VersionSpan
+from rlhfless.records import Episode, RouteSpan, VersionSpan, routes_within
 
 
 class Generate(Protocol):
@@ -70,6 +70,7 @@ class PriorTurn:
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     version_spans: Sequence[VersionSpan] = ()
     text: str = ""
+    routes: tuple[RouteSpan, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -96,6 +97,7 @@ async def continued(
         token_ids=(*prior.token_ids[:kept], *rest.token_ids),
         logprobs=(*prior.logprobs[:kept].tolist(), *rest.logprobs),
         version_spans=(*before, *moved),
+        routes=(*routes_within(prior.routes, 0, kept), *routes_within(rest.routes, 0, len(rest.token_ids), kept)),
     )
 
 
@@ -107,7 +109,8 @@ class SingleTurn:
         item, prior = task.item, PriorTurn()
         if item.prior is not None:
             tokens = tuple(map(int, item.prior.token_ids))
-            prior = PriorTurn(tokens, item.prior.logprobs, item.prior.version_spans, item.prior.text)
+            before = item.prior
+            prior = PriorTurn(tokens, before.logprobs, before.version_spans, before.text, before.routes)
         max_tokens = task.request.sampling.max_tokens
         return Response(
             await continued(task.generate, item.prompt_token_ids, prior, seed=item.seed, max_tokens=max_tokens)

@@ -32,6 +32,7 @@ from rlhfless.functions.generation.rollouter import Response, Rollouter, SampleT
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.records.ledger import added
+from rlhfless.records.routes import name_of
 from rlhfless.util.text import storable
 
 NOTHING_SAMPLED = Sampled("", (), (), FinishReason.ABORT, (), 0, "")
@@ -65,13 +66,17 @@ class RequestRun:
         incarnation: str,
         cached: CachedBlocks | None = None,
         rollouter: Rollouter | None = None,
+        *,
+        routes: bool = False,
     ) -> None:
-        """`cached`: the prompts that the engine computed before this request, used only to count evictions."""
+        """`cached`: the prompts that the engine computed before this request, used only to count evictions. `routes`:
+        the engine records routes."""
         self._engine = engine
         self._call = call
         self._rollouter = rollouter or SingleTurn()
         self._request = request
         self._incarnation = incarnation
+        self._records_routes = routes
         self._start_s = time.time()
         self._missing = Counter(item.prompt_id for item in request.items)
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._missing}
@@ -168,6 +173,7 @@ class RequestRun:
             stop_token_ids=sampling.stop_token_ids,
             cache_salt=self._request.version,
             drawn_tokens=generated,
+            routes=name_of(self._call.step) if self._records_routes else "",
             earlier=tuple(tuple(response.tolist()) for response in self._earlier.pop(item.prompt_id, ())),
         )
 
@@ -203,6 +209,7 @@ class RequestRun:
             finished_s=time.time(),
             cached_tokens=sampled.cached_tokens,
             episode=response.episode,
+            routes=sampled.routes,
         )
 
     def _with_waiting(self, first: Rollout | BaseException) -> list[Rollout]:

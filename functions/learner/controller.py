@@ -82,6 +82,8 @@ class LearnerSettings(TrainedSettings):
     """Quantization of the engines."""
     publishes_adapters: bool
     """Whether a version is an adapter alone."""
+    routes_folder: str
+    """Folder of the engines' routes."""
     probe_token_ids: tuple[int, ...]
     """Tokens of the probe. Each published version carries the learner's logprobs of them."""
     read_back: bool
@@ -133,6 +135,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
             settings.temperature,
             settings.quantization,
             settings.publishes_adapters,
+            settings.routes_folder,
         )
 
     def publish(self, run_id: str, attempt: int, step: int, averaged: bool) -> tuple[PublishedWeights, ...]:
@@ -238,6 +241,7 @@ class LearnerFunction(TrainedFunction):
             temperature=spec.generation.temperature,
             quantization=spec.generation.quantization,
             publishes_adapters=spec.publishes_adapters,
+            routes_folder=launch.routes_folder,
             probe_token_ids=launch.probe_token_ids,
             read_back=spec.weights.read_back,
             store=StoreHome(

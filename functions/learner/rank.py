@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from rlhfless.algorithms.base import LossInputs, LossOutputs, algorithm_of, common_metrics
-from rlhfless.algorithms.batch import PackedBatch, declared
+from rlhfless.algorithms.batch import PackedBatch, declared, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.supervised import SupervisedInputs, objective_of
 from rlhfless.functions.base import RankPlace
@@ -20,10 +22,13 @@ from rlhfless.functions.policy import (
     Outputs,
     PolicyNetwork,
     logprob_outputs,
+    recorded_outputs,
     response_logprobs,
     response_outputs,
 )
-from rlhfless.functions.shares import all_reduce_rows, by_group, share_outputs
+from rlhfless.functions.route_files import RecordedRoutes, RouteFiles
+from rlhfless.functions.routers import Routers
+from rlhfless.functions.shares import all_reduce_rows, by_group, share_of, share_outputs
 from rlhfless.functions.training.checkpoint import Savers
 from rlhfless.functions.training.critic import load_critic, values_of
 from rlhfless.functions.training.publishing import (
@@ -38,6 +43,8 @@ from rlhfless.functions.training.rank import TrainingRank, load_trained_policy
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import BaseWeights, FloatArray, IntArray, WeightSample
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, DPOSpec, LearnerSpec, ModelSpec, RunType
+from rlhfless.spec.algorithm import PolicyLossSpec
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.generation import Quantization
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.files import TensorStream
@@ -61,8 +68,12 @@ class LearnerRank(TrainingRank):
         temperature: float,
         quantization: Quantization = "off",
         publishes_adapters: bool = False,
+        routes_folder: str = "",
     ) -> None:
-        """`temperature` and `quantization` are those of the engines; see TrainingRank for the rest."""
+        """`temperature` and `quantization` are those of the engines, whose routes are in `routes_folder`; see
+        TrainingRank for the rest."""
+        self._replay = algorithm.router_replay if isinstance(algorithm, PolicyLossSpec) else "off"
+        self._routes_folder = Path(routes_folder)
         self._adapters_only = publishes_adapters
         self._base: BaseWeights | None = None
         self._algorithm = algorithm_of(algorithm)
@@ -72,7 +83,21 @@ class LearnerRank(TrainingRank):
         self._probing = ExactForward(self._policy, trust_remote_code=model.trust_remote_code, quantization=quantization)
 
     def _load(self, device: torch.device) -> PolicyNetwork:
-        return load_trained_policy(self._spec, self._training, device, self._mesh, self._experts)
+        policy = load_trained_policy(self._spec, self._training, device, self._mesh, self._experts)
+        routers = None if self._training.compile else Routers.of(policy.model)
+        if routers is None:
+            if self._replay != "off":
+                what = f"{self._replay}, but the model has no experts whose choice can be replayed"
+                raise InputError("the learner", [Problem("algorithm.router_replay", what, "set it to off")])
+            return policy
+        if self._replay != "off":
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            with torch.no_grad():
+                routers.require_reached(lambda: policy.inside(policy.hidden_states, tokens), 1, device)
+            policy.settle()
+        if self._replay == "engine":
+            routers.source = RouteFiles(self._routes_folder, routers.layers, routers.k)
+        return dataclasses.replace(policy, routers=routers)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """Compute old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*
@@ -100,6 +125,16 @@ class LearnerRank(TrainingRank):
         """
         if batch.advantages is None:
             raise ValueError("the batch has no advantages; compute them before `learn`")
+        routers = self._policy.routers
+        metrics = self._learn(batch, passes)
+        if routers is None:
+            return metrics
+        replayed = self._replay == "engine" or (self._replay == "recorded" and passes.updates > 1)
+        return metrics | routers.taken_metrics(self._policy.device, replayed=replayed)
+
+    def _learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
+        if self._replay == "recorded" and passes.updates > 1:
+            return self._learn_recorded(batch, passes)
         if passes.updates == 1:
             batch = dataclasses.replace(batch, old_logprobs=None)
         elif batch.old_logprobs is None and passes.epochs > 1:
@@ -110,6 +145,34 @@ class LearnerRank(TrainingRank):
         parts = list(passes.over(batch))
         parts[1:] = [dataclasses.replace(part, old_logprobs=self._evaluate_share(part)) for part in parts[1:]]
         return self._updates(parts, passes.planned_updates)
+
+    def _learn_recorded(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
+        """Learn with the routes that the policy has before the first update (R2)."""
+        assert self._policy.routers is not None
+        source = self._policy.routers.source = RecordedRoutes()
+        try:
+            if passes.epochs > 1:
+                return self._updates(passes.over(self._recorded(batch, source)), passes.planned_updates)
+            parts = list(passes.over(batch))  # the first one meets the policy whose routes would be recorded
+            parts[1:] = [self._recorded(part, source) for part in parts[1:]]
+            return self._updates(parts, passes.planned_updates)
+        finally:
+            self._policy.routers.source = None
+
+    def _recorded(self, batch: PackedBatch, source: RecordedRoutes) -> PackedBatch:
+        """Return the batch with the routes of this rank's tokens, and old logprobs if it has none. *Collective.*"""
+        logprobs = logprob_outputs(self._policy, self._temperature)
+        share = share_of(self._policy, batch, self._training.pass_tokens)
+        own = select(batch, share)
+        values, rows = recorded_outputs(self._policy, own, logprobs, self._cut(own).parts)
+        file, row = np.zeros((2, len(batch.tokens)), dtype=np.int64)
+        indices = batch.tokens_of(share)
+        file[indices], row[indices] = 1, 1 + np.arange(len(indices))
+        if batch.old_logprobs is None:
+            everything = np.zeros(len(batch.tokens), dtype=values.dtype)
+            everything[indices] = values
+            batch = dataclasses.replace(batch, old_logprobs=all_reduce_rows(self._policy, everything))
+        return dataclasses.replace(batch, route_file=file, route_row=row, route_files=(source.add(rows),))
 
     @cached_property
     def writers(self) -> Savers | None:
@@ -283,5 +346,6 @@ def reference_of(
 
     A policy that trains adapters contains the frozen model, so no other function holds it. *Collective.*
     """
+    batch = dataclasses.replace(batch, route_file=None, route_row=None)  # another policy's routes
     with without_adapters(policy.model):
         return by_group(policy, batch, logprob_outputs(policy, temperature), learner.pass_tokens)

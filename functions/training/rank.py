@@ -269,9 +269,10 @@ def load_trained_policy(
 ) -> PolicyNetwork:
     """Load the learner's policy, with an adapter if the spec asks for one; see load_trained."""
     exact = learner.head_dtype == "float32"
-    head = {"exact_head": exact, "logits_elements": learner.logits_elements, "experts": experts}
+    options = {"exact_head": exact, "logits_elements": learner.logits_elements, "experts": experts}
+    options |= {"exact_routers": learner.router_dtype == "float32", "freeze_router": learner.freeze_router}
     frozen = None if model.lora is None else model.dtype
-    policy = load_trained(model, learner, device, mesh, compiled=learner.compile, layers_dtype=frozen, **head)
+    policy = load_trained(model, learner, device, mesh, compiled=learner.compile, layers_dtype=frozen, **options)
     if model.lora is not None:
         add_adapters(policy.model, model.lora, device, model.path)
     return policy

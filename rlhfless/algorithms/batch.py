@@ -130,6 +130,11 @@ class PackedBatch:
     returns: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     staleness: IntArray | None = dataclasses.field(default=None, metadata=per_token(np.int64))
     """Versions by which each token's weights were stale; None if all tokens are equally stale."""
+    route_file: IntArray | None = dataclasses.field(default=None, metadata=per_token(np.int64))
+    """Where each token's route is: 1 + index in `route_files`, 0 if nowhere (rlhfless.records.routes)."""
+    route_row: IntArray | None = dataclasses.field(default=None, metadata=per_token(np.int64))
+    """1 + row in that file."""
+    route_files: tuple[str, ...] = ()
     oldest: int = 0
     """The largest staleness in the step's batch, which may be larger than this part."""
     own: Mapping[str, FloatArray] = dataclasses.field(default_factory=dict)
@@ -277,6 +282,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     own: dict[str, Any] = {name: _packed(name, _own(name), samples, response_mask) for name in names}
     batch = PackedBatch(
         own=own,
+        **_routes(samples, response_mask),
         tokens=np.concatenate([segment.token_ids for segment in segments]).astype(np.int64, copy=False),
         positions=_counts_from_zero(conversations),
         sequence_id=np.repeat(np.arange(len(samples)), lengths),
@@ -286,6 +292,25 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         **columns,
     )
     return own_denominators(batch)
+
+
+def _routes(samples: Sequence[Sample], mask: BoolArray) -> dict[str, Any]:
+    """Return the fields that say where routes are; none if no sample has routes."""
+    spans = [sample.routes for sample in samples]
+    if not any(spans):
+        return {}
+    files = tuple(dict.fromkeys(span.file for of_sample in spans for span in of_sample))
+    numbers = {name: number for number, name in enumerate(files, 1)}
+    generated = np.cumsum([0, *(sample.model_tokens for sample in samples)])
+    columns = np.zeros((2, int(generated[-1])), dtype=np.int64)
+    for start, of_sample in zip(generated, spans, strict=False):
+        for span in of_sample:
+            place = slice(start + span.start, start + span.end)
+            columns[0, place] = numbers[span.file]
+            columns[1, place] = 1 + np.arange(span.row, span.row + span.end - span.start)
+    placed = np.zeros((2, len(mask)), dtype=np.int64)
+    placed[:, mask] = columns
+    return {"route_file": placed[0], "route_row": placed[1], "route_files": files}
 
 
 def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -> list[list[FloatArray]]:

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rlhfless.bundled.task import BundledTask, TaskRecipe
 
@@ -30,10 +37,14 @@ class ModelSize:
     """Supported by vLLM's attention kernels on CPU and GPU."""
     mlp: int = 320
     max_positions: int = 256
+    experts: int = 0
+    """Experts of each layer, each of half the width of the MLP that they replace. A token passes two."""
 
 
 SMALLEST = ModelSize(hidden=32, layers=1, heads=1, key_value_heads=1, mlp=64)
 """For tests that need an untrained model."""
+
+EXPERTS_PER_TOKEN = 2
 
 ROPE_THETA = 1e6
 """As in Qwen3. Slow rotations let a query find an equal number at any distance."""
@@ -61,9 +72,20 @@ def build_tokenizer(task: BundledTask, max_positions: int) -> PreTrainedTokenize
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, size: ModelSize, seed: int) -> Qwen3ForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, size: ModelSize, seed: int
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     """Create a randomly initialised policy in float32, without touching torch's global random state."""
-    config = Qwen3Config(
+    experts: dict[str, Any] = {}
+    if size.experts:
+        experts = {
+            "num_experts": size.experts,
+            "num_experts_per_tok": EXPERTS_PER_TOKEN,
+            "moe_intermediate_size": size.mlp // EXPERTS_PER_TOKEN,
+            "norm_topk_prob": True,
+        }
+    kind: Any = Qwen3MoeConfig if experts else Qwen3Config
+    config = kind(
         vocab_size=len(tokenizer),
         hidden_size=size.hidden,
         intermediate_size=size.mlp,
@@ -79,10 +101,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, size: ModelSize, seed: int) 
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **experts,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)
+        return (Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM)(config)
 
 
 def build_random(path: Path, seed: int, *, size: ModelSize = SMALLEST, recipe: TaskRecipe | None = None) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
 from rlhfless.algorithms.passes import Passes
@@ -25,6 +26,7 @@ from rlhfless.bundled.model import ModelSize, build_model, build_tokenizer
 from rlhfless.bundled.task import BundledTask, Demonstration
 from rlhfless.functions.base import RankPlace
 from rlhfless.functions.learner.rank import SupervisedRank
+from rlhfless.functions.training.checkpoint import WEIGHTS_FILE
 from rlhfless.records.rollouts import Example
 from rlhfless.spec import AdamWSpec, DPOSpec, LearnerSpec, ModelSpec
 
@@ -83,8 +85,8 @@ def train_policy(
             figures = rank.learn(pack_examples(next(batches)), Passes(planned_updates=recipe.steps))
             if on_progress is not None:
                 on_progress(WarmStartProgress(step, recipe.steps, figures["loss"]))
-        model.load_state_dict(rank.weights())
-    model.save_pretrained(folder)
+        weights = rank.weights()
+    save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})
 
 
 @contextmanager

@@ -232,6 +232,12 @@ def tiny(
         typer.Option(help="`counting`: one response per prompt. `safe`: several turns with a tool."),
     ] = "counting",
     seed: Annotated[int, typer.Option(help="Seed of the model and of the data.")] = 0,
+    experts: Annotated[
+        int,
+        typer.Option(
+            min=0, max=64, help="Experts in each layer, of which a token passes two. 0: a dense model; 1 is refused."
+        ),
+    ] = 0,
     untaught: Annotated[
         bool, typer.Option("--untaught", help="Use random weights, in seconds, to check that a run works end to end.")
     ] = False,
@@ -243,6 +249,8 @@ def tiny(
 
     from rlhfless import bundled
 
+    if experts == 1:
+        raise typer.BadParameter("a token passes two experts; give 0 or at least 2", param_hint="--experts")
     disable_progress_bar()  # type: ignore[no-untyped-call]  # ours is enough
     with Bar(console=Console(stderr=True), transient=True) as bar:
         doing = f"teaching the model the task `{task}`"
@@ -253,6 +261,8 @@ def tiny(
             bar.update(taught, total=progress.steps, completed=progress.step, description=description)
 
         recipe = bundled.Recipe() if task == "counting" else bundled.agent()
+        if experts:
+            recipe = replace(recipe, size=replace(recipe.size, experts=experts))
         if untaught:
             recipe = replace(recipe, warm_start=bundled.WarmStartRecipe(steps=0))
         paths = bundled.build(out, seed=seed, recipe=recipe, on_progress=show)

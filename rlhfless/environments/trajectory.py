@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rlhfless.records import Episode, EpisodeCall, EpisodeStatus, EpisodeTurn, FinishReason, VersionSpan
+from rlhfless.records import Episode, EpisodeCall, EpisodeStatus, EpisodeTurn, FinishReason, RouteSpan, VersionSpan
 from rlhfless.spec import EnvironmentSpec
 from rlhfless.util.text import storable, storable_values
 
@@ -96,6 +96,8 @@ class GeneratedTurn:
     actor: str = ""
     queued_s: float = 0.0
     cached_tokens: int = 0
+    routes: tuple[RouteSpan, ...] = ()
+    """See Rollout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Keys set by the user are never changed. The result is written to the run's own s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -316,11 +316,24 @@ def device_problems(spec: RunSpec, kind: str, shape: ModelShape | None = None) -
     ]
 
 
+def _without_experts(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of keys that a model without experts cannot have."""
+    learner, what = spec.learner, "but the model has no experts"
+    if not spec.supervised and spec.router_replay != "off":
+        yield Problem("algorithm.router_replay", f"{spec.router_replay}, {what}", "set it to off, or leave it out")
+    if learner.freeze_router:
+        yield Problem("learner.freeze_router", f"true, {what}", "leave it out")
+    if learner.router_dtype is not None:
+        yield Problem("learner.router_dtype", f"{learner.router_dtype}, {what}", "leave it out")
+
+
 def _expert_problems(spec: RunSpec, shape: ModelShape | None) -> list[Problem]:
     """Return the problems of a number of ranks that cannot divide the model's experts."""
-    problems = []
-    for name, part in spec.trained.items() if shape is not None else ():
-        number, experts = part.expert_parallel, 0 if shape is None else shape.divisible_experts
+    if shape is None:
+        return []
+    problems = [] if shape.experts else [*_without_experts(spec)]
+    for name, part in spec.trained.items():
+        number, experts = part.expert_parallel, shape.divisible_experts
         if number in ("auto", 1) or (name == "critic" and not (spec.critic and spec.critic.new_head)):
             continue
         key = f"{name}.expert_parallel"

@@ -78,7 +78,10 @@ def _misfits(
     from rlhfless.functions.lora import target_problems
 
     config: Any = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        if (method := dict(quantised).get("quant_method")) in DEQUANTISE:
+            what = f"its weights are in {method}, which is not trained, and engines would start with other layers"
+            return [Problem(field, what, DEQUANTISE[method])]
         return []  # its tensors depend on the quantiser's kernels, so only the loader can judge them
     try:
         blank = build_blank(getattr(transformers, head), config, trust_remote_code=trust_remote_code)
@@ -119,6 +122,17 @@ def _not_finite(field: str, files: ModelFiles) -> list[Problem]:
 
 # -- files and headers
 
+
+_DEQUANTISED = (
+    "write it once in bfloat16: AutoModelForCausalLM.from_pretrained(PATH, dtype='bfloat16', "
+    "quantization_config={config}(dequantize=True)).save_pretrained(FOLDER), with its tokenizer, and name FOLDER"
+)
+
+DEQUANTISE = {
+    "mxfp4": _DEQUANTISED.format(config="transformers.Mxfp4Config"),
+    "fp8": _DEQUANTISED.format(config="transformers.FineGrainedFP8Config"),
+}
+"""How to get a base that can be trained, by the format of its files."""
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """In the order of transformers; `<name>.index.json` is the index of a file's shards."""

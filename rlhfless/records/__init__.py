@@ -33,10 +33,12 @@ from rlhfless.records.rollouts import (
     IntArray,
     Prompt,
     Rollout,
+    RouteSpan,
     Sample,
     Score,
     Segment,
     Source,
     VersionSpan,
+    routes_within,
     sample_seed,
 )

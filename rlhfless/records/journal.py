@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 
 from rlhfless.records.episodes import Episode
-from rlhfless.records.rollouts import FinishReason, Rollout, VersionSpan
+from rlhfless.records.rollouts import FinishReason, Rollout, RouteSpan, VersionSpan
+from rlhfless.records.routes import forget_routes
 from rlhfless.util.errors import UserError
 
-JOURNAL_VERSION = 4
+JOURNAL_VERSION = 5
 
 LOCK_S = 30.0
 """Maximum wait for another process's lock; a transaction takes milliseconds."""
@@ -43,7 +44,7 @@ CREATE TABLE rollouts (
     step INTEGER NOT NULL, prompt_id TEXT NOT NULL, sample_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
     seed INTEGER NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, text TEXT NOT NULL,
     finish_reason TEXT NOT NULL, version_spans TEXT NOT NULL, actor TEXT NOT NULL,
-    started_s REAL NOT NULL, finished_s REAL NOT NULL, cached_tokens INTEGER NOT NULL, episode TEXT,
+    started_s REAL NOT NULL, finished_s REAL NOT NULL, cached_tokens INTEGER NOT NULL, episode TEXT, routes TEXT,
     UNIQUE (step, prompt_id, sample_index)
 );
 CREATE TABLE groups (
@@ -53,7 +54,7 @@ CREATE TABLE groups (
 
 _COLUMNS = (
     "prompt_id, sample_index, seed, token_ids, logprobs, text, finish_reason, version_spans, actor, started_s, "
-    "finished_s, cached_tokens, episode"
+    "finished_s, cached_tokens, episode, routes"
 )
 
 
@@ -110,7 +111,7 @@ class Journal:
                 [(step, *rollout.key, str(FinishReason.ABORT)) for rollout in rollouts],
             )
             self._database.executemany(
-                f"INSERT OR IGNORE INTO rollouts (step, attempt, {_COLUMNS}) VALUES ({', '.join('?' * 15)})", rows
+                f"INSERT OR IGNORE INTO rollouts (step, attempt, {_COLUMNS}) VALUES ({', '.join('?' * 16)})", rows
             )
 
     def rollouts(self, *steps: int) -> list[Rollout]:
@@ -143,14 +144,18 @@ class Journal:
             return [BegunGroup(*row) for row in rows]
 
     def forget(self, up_to_step: int) -> None:
-        """Delete the data of all steps up to this one, which a checkpoint covers. Groups deferred to later steps
-        stay."""
+        """Delete the data of all steps up to this one, which a checkpoint covers, with their routes
+        (rlhfless.records.routes). Groups deferred to later steps stay."""
         with self._errors(), self._transaction():
             self._require_newest()
             self._database.execute("DELETE FROM groups WHERE taken <= ?", (up_to_step,))
             left = "SELECT begun, prompt_id FROM groups"
             query = f"DELETE FROM rollouts WHERE step <= ? AND (step, prompt_id) NOT IN ({left})"
             self._database.execute(query, (up_to_step,))
+            rows = self._database.execute("SELECT routes FROM rollouts WHERE routes IS NOT NULL")
+            kept = {span[0] for (routes,) in rows for span in json.loads(routes)}
+        if self._path.exists():  # not in memory
+            forget_routes(self._path.parent, up_to_step, kept)
 
     def close(self) -> None:
         self._database.close()
@@ -218,6 +223,7 @@ def has_rollouts(path: Path) -> bool:
 def _row(rollout: Rollout) -> tuple[object, ...]:
     """Return a rollout's values in the order of `_COLUMNS`."""
     spans = json.dumps([(span.version, span.start, span.end) for span in rollout.version_spans])
+    routes = [(span.file, span.start, span.end, span.row) for span in rollout.routes]
     return (
         rollout.prompt_id,
         rollout.sample_index,
@@ -232,11 +238,13 @@ def _row(rollout: Rollout) -> tuple[object, ...]:
         rollout.finished_s,
         rollout.cached_tokens,
         None if rollout.episode is None else json.dumps(rollout.episode.as_json()),
+        json.dumps(routes) if routes else None,
     )
 
 
 def _rollout(row: tuple[Any, ...]) -> Rollout:
-    prompt_id, index, seed, tokens, logprobs, text, reason, spans, actor, started_s, finished_s, cached, episode = row
+    prompt_id, index, seed, tokens, logprobs, text, reason, spans, actor, started_s, finished_s, *rest = row
+    cached, episode, routes = rest
     return Rollout(
         prompt_id,
         index,
@@ -251,4 +259,5 @@ def _rollout(row: tuple[Any, ...]) -> Rollout:
         finished_s,
         cached,
         None if episode is None else Episode.of_json(json.loads(episode)),
+        tuple(RouteSpan(*span) for span in json.loads(routes or "[]")),
     )

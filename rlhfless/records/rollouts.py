@@ -8,7 +8,7 @@ the engine), and between model turns the tokens of an environment. A *group* is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -65,6 +65,30 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteSpan:
+    """Response tokens [start, end) have their routes (which experts computed them) in a file, from `row` on."""
+
+    file: str
+    """Relative to the run's folder of routes (rlhfless.records.routes)."""
+    start: int
+    end: int
+    row: int = 0
+
+    def within(self, start: int, end: int, moved: int = 0) -> RouteSpan | None:
+        """Return the part in [start, end), moved by `moved` tokens; None if there is none."""
+        first, last = max(self.start, start), min(self.end, end)
+        if first >= last:
+            return None
+        return RouteSpan(self.file, first + moved, last + moved, self.row + first - self.start)
+
+
+def routes_within(spans: Iterable[RouteSpan], start: int, end: int, moved: int = 0) -> tuple[RouteSpan, ...]:
+    """Return the parts of spans in [start, end); see RouteSpan.within."""
+    parts = (span.within(start, end, moved) for span in spans)
+    return tuple(part for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """The response of one sample, in one turn or several: the reply to a request, and a row of the journal.
 
@@ -87,6 +111,8 @@ class Rollout:
     """Prompt tokens from the prefix cache."""
     episode: Episode | None = None
     """Which tokens an environment wrote, and how; None in a run without one."""
+    routes: tuple[RouteSpan, ...] = ()
+    """Where the routes of tokens are, of a mixture of experts whose routes are replayed."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -97,7 +123,16 @@ class Rollout:
         spans = (VersionSpan(s.version, max(s.start, start) - start, min(s.end, end) - start)
                  for s in self.version_spans if s.start < end and s.end > start)  # fmt: skip
         tokens, logprobs = self.token_ids[start:end], self.logprobs[start:end]
-        return replace(self, token_ids=tokens, logprobs=logprobs, version_spans=tuple(spans), episode=None, **changes)
+        routes = routes_within(self.routes, start, end, -start)
+        return replace(
+            self,
+            token_ids=tokens,
+            logprobs=logprobs,
+            version_spans=tuple(spans),
+            episode=None,
+            routes=routes,
+            **changes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +268,15 @@ class Sample:
     @property
     def sample_index(self) -> int:
         return self.key[1]
+
+    @property
+    def routes(self) -> tuple[RouteSpan, ...]:
+        """Where the routes of the generated tokens are, by their number `[model tokens]`."""
+        at, spans = 0, list[RouteSpan]()
+        for rollout in self.rollouts:
+            spans += routes_within(rollout.routes, 0, len(rollout.token_ids), at)
+            at += len(rollout.token_ids)
+        return tuple(spans)
 
     @property
     def tokens(self) -> int:

@@ -187,6 +187,9 @@ class RejectionSpec(SpecModel):
     """Largest ratio that is kept."""
 
 
+RouterReplay = Literal["off", "recorded", "engine"]
+
+
 class PolicyLossSpec(SpecModel):
     """Keys of every built-in algorithm."""
 
@@ -207,6 +210,12 @@ class PolicyLossSpec(SpecModel):
 
     rejection: RejectionSpec | None = None
     """Off-policy correction by dropping tokens or sequences. `null`: none."""
+
+    router_replay: RouterReplay = "off"
+    """Which experts compute a token in the learner, for mixtures of experts (docs/moe.md). `off`: those that its
+    routers choose. `recorded`: in updates, those that they chose before the step's first update, which matters with
+    several mini-batches or epochs. `engine`: for generated tokens, those that computed them in the engine (R3, arXiv
+    2510.11370), also for old logprobs; a token without a recorded route takes the router's own."""
 
     mask_truncated: bool = False
     """Exclude responses truncated at `generation.max_tokens` from the loss (overlong filtering of DAPO, arXiv

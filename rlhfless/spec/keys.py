@@ -9,7 +9,7 @@ from pydantic import (
     Field,
 )
 
-from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec
+from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, PolicyLossSpec, RouterReplay
 from rlhfless.spec.base import Duration, Size, SizesSpec, SpecModel
 from rlhfless.spec.data import (
     DATA,
@@ -206,6 +206,16 @@ class RunKeys(SpecModel):
     def publishes_adapters(self) -> bool:
         """Whether a version of the weights is an adapter alone, once `generation.lora` is resolved."""
         return self.type == "rlhf" and self.model.lora is not None and self.generation.lora == "adapter"
+
+    @property
+    def router_replay(self) -> RouterReplay:
+        """Which routes the learner replays."""
+        return self.algorithm.router_replay if isinstance(self.algorithm, PolicyLossSpec) else "off"
+
+    @property
+    def replays_engine_routes(self) -> bool:
+        """Whether engines record the routes of generated tokens for the learner."""
+        return self.type == "rlhf" and self.router_replay == "engine"
 
     @property
     def needs_reference(self) -> bool:

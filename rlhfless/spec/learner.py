@@ -170,6 +170,13 @@ class LearnerSpec(TrainingSpec):
     The first step takes a few minutes longer. Results are equal up to rounding. `rlhfless selftest` times a step with
     and without it on GPUs."""
 
+    freeze_router: bool = False
+    """Do not train the routers of a mixture of experts: their weights stay those of the model."""
+
+    router_dtype: Literal["float32"] | None = None
+    """`float32`: compute the routers of a mixture of experts in float32 even if the layers use a lower precision.
+    `null`: use `dtype`."""
+
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights with this decay per optimizer step, such as 0.99. Evaluations,
     the best checkpoint and checkpointed models then use the average; training and generation do not. The average starts

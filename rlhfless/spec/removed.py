@@ -30,8 +30,23 @@ _SANDBOX = (
 
 _ONE_POOL = "Leave it out: a simulated run has one generation pool; `rlhfless plan` says whether prefill actors pay"
 
+_NO_AUXILIARY_LOSS = (
+    "Leave it out: an auxiliary loss that balances experts competes with the reward, and made RL of mixtures of "
+    "experts worse elsewhere (docs/moe.md). The metrics `expert_load_max` and `idle_experts` show the balance"
+)
+
+FOREIGN: Mapping[str, str] = MappingProxyType(
+    {
+        f"{section}{name}": _NO_AUXILIARY_LOSS
+        for section in ("", "model.", "learner.", "algorithm.", "optimizer.")
+        for name in ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha", "moe_aux_loss_coeff")
+    }
+)
+"""Keys of other tools that have no counterpart, with the reason."""
+
 REMOVED: Mapping[str, str] = MappingProxyType(
     {
+        **FOREIGN,
         "algorithm.type=remax": (
             "Use `rloo`, whose baseline is the mean reward of the prompt's other samples, or `grpo`; both need "
             "samples_per_prompt of 2 or more, and no greedy response"
@@ -102,6 +117,7 @@ def removed_problems(data: Any, removed: Mapping[str, str]) -> Iterator[tuple[Pa
         for spelling in (key, *with_value):
             if hint := removed.get(spelling):
                 what = "was removed" if spelling == key else f"{value!r} was removed"
+                what = "is not supported" if key in FOREIGN else what
                 yield path, Problem(dotted(path), what, hint)
 
 

@@ -293,6 +293,48 @@ def _check_lora(spec: RunKeys) -> None:
         )
 
 
+def _check_router_replay(spec: RunKeys) -> None:
+    replay, speculation, engine = spec.router_replay, spec.generation.speculation, spec.generation.engine
+    if replay == "off" or spec.supervised:
+        return
+    asked = f"algorithm.router_replay is {replay}"
+    if spec.learner.compile:
+        raise ValueError(
+            f"{asked}, but learner.compile is true: the choice of experts of a compiled layer cannot be replaced; set "
+            "one of them to its default"
+        )
+    if replay != "engine":
+        return
+    if engine.type != "vllm":
+        raise ValueError(
+            f"{asked}, but generation.engine.type is {engine.type}, which records no routes; use vllm, or "
+            "router_replay: recorded"
+        )
+    if speculation.remembers:
+        raise ValueError(
+            f"{asked}, but generation.speculation.method is {speculation.method}, which needs vLLM's older model "
+            "runner, and vLLM records routes in the newer one alone; set method to ngram, draft_model, eagle3, mtp or "
+            "off, or router_replay to recorded"
+        )
+    if spec.scaling.prefill.connector == "nixl":
+        raise ValueError(
+            f"{asked}, but scaling.prefill.kv_connector is nixl: vLLM refuses to record routes with this connector, "
+            "because those of prompts stay in the engine that computed them; set scaling.prefill.max_actors to 0, or "
+            "router_replay to recorded"
+        )
+    for key in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if engine.extra.get(key, 1) != 1:
+            raise ValueError(
+                f"{asked}, but generation.engine.extra has {key}: vLLM refuses to record routes when several workers "
+                "have different layers or tokens; leave it out, or set router_replay to recorded"
+            )
+    if engine.extra.get("enable_prefix_caching", True) is not True:
+        raise ValueError(
+            f"{asked}, but generation.engine.extra has enable_prefix_caching: vLLM keeps routes beside its prefix "
+            "cache; leave it out, or set router_replay to recorded"
+        )
+
+
 def _check_broadcast(spec: RunKeys) -> None:
     actors = spec.scaling.generation
     if spec.weights.transport == "nccl" and actors.min_actors != actors.max_actors:
@@ -397,6 +439,7 @@ _CHECKS = (
     _check_lora,
     _check_broadcast,
     _check_average,
+    _check_router_replay,
     _check_staleness,
     _check_partial,
     _check_mini_batches,

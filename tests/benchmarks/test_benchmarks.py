@@ -96,6 +96,7 @@ LIVE = (
             rf"TRL / our step +{NUMBER}",
         ),
     ),
+    Smoke("router_replay", (r"\| bfloat16 \| without \| \d", r"\| bfloat16 \| with \| .* \| replayed \|")),
     Smoke("speculation", (rf"misses +4 sequences: off / on {NUMBER}; identical 1\.000000 of \d+ tokens",)),
     Smoke(
         "weights",

@@ -16,7 +16,7 @@ QUANTISED, SCHEDULER = f"{VLLM}/fp8.py", f"{VLLM}/scheduler.py"
 LORA_REPAIRS, LORA_SLOTS = f"{VLLM}/lora_repairs.py", f"{VLLM}/lora_slots.py"
 ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
-EXPERTS = "functions/expert_parallel.py"
+EXPERTS, ROUTES = "functions/expert_parallel.py", f"{VLLM}/routes.py"
 ATTENTION, CHECK = "functions/prefix_attention.py", "functions/attention_check.py"
 PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_kernels.py"
 CLUSTER, SESSION, LEAVING, EACH_NODE = (
@@ -131,8 +131,10 @@ VLLM_NAMES = (
                 QUANTISED), "whether this is a CPU, and its codes for fp8", has=("is_cpu", "fp8_dtype")),
     PrivateName("vllm.v1.worker.gpu_model_runner", (VERIFICATION,), "its request states are replaced by ours",
                 has=("CachedRequestState",)),
-    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner", (WEIGHT_ENGINE, DRAFTING), "what a pass verifies",
-                has=("execute_model", "sample_tokens", "propose_draft_token_ids", "speculative_config",
+    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner", (WEIGHT_ENGINE, DRAFTING, ROUTES),
+                "what a pass verifies, and whose tokens it computes",
+                has=("positions", "input_batch", "requests", "execute_model",
+                     "sample_tokens", "propose_draft_token_ids", "speculative_config",
                      "model_config", "drafter", "use_async_scheduling", "_draft_token_ids", "_draft_token_req_ids")),
     PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens", (DRAFTING,),
                 "the second half of a pass", takes=("grammar_output",)),
@@ -140,11 +142,13 @@ VLLM_NAMES = (
                 "the first half of a pass", takes=("scheduler_output",)),
     PrivateName("vllm.v1.core.sched.output.SchedulerOutput", (DRAFTING, SCHEDULER),
                 "the drafts of a pass, and how many come next",
-                has=("scheduled_spec_decode_tokens", "finished_req_ids", "num_spec_tokens_to_schedule")),
+                has=("scheduled_spec_decode_tokens", "finished_req_ids", "num_spec_tokens_to_schedule",
+                     "total_num_scheduled_tokens", "num_scheduled_tokens")),
     PrivateName("vllm.v1.outputs.ModelRunnerOutput", (DRAFTING, SCHEDULER), "what a pass has drawn",
                 has=("logprobs", "req_ids", "req_id_to_index", "sampled_token_ids")),
     PrivateName("vllm.v1.worker.gpu_input_batch.CachedRequestState", (VERIFICATION,),
-                "continue a request's random numbers", has=("sampling_params", "generator", "output_token_ids")),
+                "continue a request's random numbers", has=("sampling_params", "generator", "output_token_ids",
+                                                            "num_tokens", "num_prompt_tokens")),
     PrivateName("vllm.v1.sample.rejection_sampler.RejectionSampler", (VERIFICATION,), "drafts are verified by drawing",
                 has=("forward", "sampler")),
     PrivateName("vllm.v1.sample.rejection_sampler.RejectionSampler.forward", (VERIFICATION,), "the method that ours "
@@ -270,6 +274,11 @@ VLLM_NAMES = (
     PrivateName("vllm.model_executor.layers.linear.LinearBase", (LORA_REPAIRS,), "layers that can have an adapter"),
     PrivateName("vllm.v1.kv_cache_interface.KVCacheConfig", (LORA_REPAIRS,), "zero new blocks",
                 has=("needs_kv_cache_zeroing",)),
+    PrivateName("vllm.model_executor.layers.fused_moe.layer.MoERunner", (ROUTES,), "the routers of a model"),
+    PrivateName("vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter", (ROUTES,),
+                "which experts computed a token", has=("set_capture_fn",)),
+    PrivateName("vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter.__init__", (ROUTES,), "the sizes",
+                takes=("top_k", "global_num_experts")),
     PrivateName("vllm.v1.worker.gpu_worker.Worker", (CORE, WEIGHT_ENGINE), "the phases of a weight load, by name",
                 has=("weight_transfer_engine", "init_weight_transfer_engine", "start_weight_update", "update_weights",
                      "finish_weight_update")),
@@ -307,6 +316,11 @@ TORCH_NAMES = (
                 takes=("hostname", "port", "rank", "world_size", "timeout", "use_libuv")),
     PrivateName("torch.distributed.device_mesh.DeviceMesh", (EXPERTS,), "a mesh of experts without groups",
                 takes=("device_type", "mesh", "mesh_dim_names", "_init_backend")),
+    PrivateName("torch.distributed.device_mesh.DeviceMesh.__getitem__", (REHEARSAL,), "made without fake tensors",
+                takes=("mesh_dim_names",)),
+    PrivateName("torch.distributed.device_mesh.DeviceMesh._concatenate", (REHEARSAL,), "made without fake tensors",
+                takes=("device_mesh_list",)),
+    PrivateName("torch._subclasses.fake_tensor.unset_fake_temporarily", (REHEARSAL,), "meshes of real tensors"),
     PrivateName("torch.distributed._functional_collectives.all_to_all_single", (REHEARSAL,), "send tokens to experts",
                 takes=("self", "output_split_sizes", "input_split_sizes", "group")),
     PrivateName("torch.distributed.tensor.DTensor", (LOADING,), "leave parts of tensors in the host's memory",
@@ -391,6 +405,12 @@ TEXTS = (
                "the log says how long the capture of graphs took"),
     SourceText("gen.set_offset(gen.get_offset() - 4)", "vllm/v1/worker/gpu_model_runner.py", (VERIFICATION,),
                "a prefill in several iterations sets a generator back by an offset"),
+    SourceText("self.capture_fn(topk_ids)", "vllm/model_executor/layers/fused_moe/router/base_router.py", (ROUTES,),
+               "routers report the experts of each pass before they are renumbered"),
+    SourceText("module.layer_id", "vllm/model_executor/layers/fused_moe/routed_experts_capturer.py", (ROUTES,),
+               "the layer of a router"),
+    SourceText("self.is_concatenated = is_concatenated", "transformers/integrations/moe.py", (EXPERTS,),
+               "tell modules of experts"),
     SourceText("req_state = CachedRequestState(", "vllm/v1/worker/gpu_model_runner.py", (VERIFICATION,),
                "the runner makes request states by the name that we replace"),
     SourceText('"Graph capturing finished in %.0f', "vllm/v1/worker/gpu_model_runner.py", (STARTS,), "a start"),

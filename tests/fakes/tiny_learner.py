@@ -225,6 +225,7 @@ def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, 
         "temperature": 0.8,
         "quantization": "off",
         "publishes_adapters": False,
+        "routes_folder": "",
     }
     specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
     dtype = changes.pop("published_dtype", "float32")

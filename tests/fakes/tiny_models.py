@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from rlhfless.functions.generation.engine import EngineSettings
@@ -109,6 +111,20 @@ def make_tiny_model(folder: Path, tied: bool) -> TinyModel:
     return TinyModel(folder, model)
 
 
+def make_tiny_experts(folder: Path) -> TinyModel:
+    """Create a random Qwen3-MoE with two layers of eight experts."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(VOCABULARY), hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=2, num_key_value_heads=1, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+        max_position_embeddings=CONTEXT_TOKENS, bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.15,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return TinyModel(folder, model)  # type: ignore[arg-type]
+
+
 SHAPES = {
     "one process": EngineSpec(kv_cache_gib=KV_GIB, max_sequences=64),
     "core apart": EngineSpec(kv_cache_gib=KV_GIB, max_sequences=64, core_process=True),
@@ -123,6 +139,7 @@ async def start_tiny_engine(
     shape: str | EngineSpec = "one process",
     speculation: SpeculationSpec | None = None,
     quantization: Quantization = "off",
+    **changes: Any,
 ) -> VllmEngine:
     """Start a small CPU engine with one thread per device that reads weights from the folder `store`."""
     settings = tiny_settings(model, store, SHAPES[shape] if isinstance(shape, str) else shape)
@@ -130,7 +147,7 @@ async def start_tiny_engine(
         # Threads that wait for each other on a busy machine take many times as long as a single thread.
         patch.setenv("OMP_NUM_THREADS", "1")
         return await VllmEngine.start(
-            replace(settings, speculation=speculation or SpeculationSpec(), quantization=quantization)
+            replace(settings, speculation=speculation or SpeculationSpec(), quantization=quantization, **changes)
         )
 
 

@@ -118,7 +118,7 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "b")
     database.execute("PRAGMA user_version=99")
     database.close()
-    with pytest.raises(JournalError, match="version 99, and this rlhfless knows 4"):
+    with pytest.raises(JournalError, match="version 99, and this rlhfless knows 5"):
         Journal(tmp_path / "b")
 
 

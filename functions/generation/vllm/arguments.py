@@ -74,6 +74,7 @@ OWN_ARGUMENTS = frozenset(
     {
         "distributed_executor_backend",
         "enable_lora",
+        "enable_return_routed_experts",
         "kv_transfer_config",
         "logprobs_mode",
         "per_request_spec_decode_metrics",
@@ -133,6 +134,15 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             arguments["gpu_memory_utilization"] = START_CHECK_FRACTION
     if settings.quantization != "off":
         arguments["quantization"] = QUANTIZATION
+    arguments |= _optional(settings)
+    if spec.flashinfer and settings.device != "cpu":
+        _require_flashinfer_kernels()
+    return arguments | spec.extra
+
+
+def _optional(settings: EngineSettings) -> dict[str, Any]:
+    """Return the arguments of what a run may do without."""
+    arguments: dict[str, Any] = {}
     if settings.adapters is not None:
         arguments |= {
             "enable_lora": True,
@@ -144,11 +154,11 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.speculation.on:
         arguments["speculative_config"] = _speculative(settings)
         arguments["per_request_spec_decode_metrics"] = "detailed"
+    if settings.routes_folder and settings.device != "cpu":  # on CPUs by RouteRecorder
+        arguments["enable_return_routed_experts"] = True
     if settings.kv_connector is not None:
         arguments["kv_transfer_config"] = _kv_transfer(settings)
-    if spec.flashinfer and settings.device != "cpu":
-        _require_flashinfer_kernels()
-    return arguments | spec.extra
+    return arguments
 
 
 def _require_flashinfer_kernels() -> None:

@@ -43,6 +43,7 @@ from rlhfless.functions.generation.response_text import closing_ids, closing_sto
 from rlhfless.functions.generation.vllm import fp8, start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
+from rlhfless.functions.generation.vllm.route_output import RouteOutput
 from rlhfless.functions.generation.vllm.scheduler import SampledLogprobs, scheduler_class
 from rlhfless.functions.generation.vllm.verification import DRAWN, EARLIER, packed
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
@@ -90,8 +91,9 @@ class Core:
         address = {"address": asdict(settings.store)}
         self._engine.collective_rpc("init_weight_transfer_engine", args=(address,))
         of_workers: list[start_times.WorkerStart] = self._engine.collective_rpc(
-            "rlhfless_start", args=(settings.speculation.measured,)
+            "rlhfless_start", args=(settings.speculation.measured, bool(settings.routes_folder))
         )
+        self._routes = RouteOutput(self._engine, settings)
         self.backends: dict[str, str] = self._engine.collective_rpc("rlhfless_backends")[0]
         size_bytes = start_times.weights_bytes(settings.model)
         built = start_times.phases(time.monotonic() - configured, of_workers, size_bytes)
@@ -147,6 +149,7 @@ class Core:
             skip_special_tokens=False,  # a stop text may be, or contain, a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=self._extra(request),
+            **self._routes.parameters(request),
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
         adapter = self._adapters[-1] if self._adapters else None
@@ -435,7 +438,7 @@ class Core:
             os._exit(CORE_DIED)
 
     def _take(self, output: RequestOutput) -> Sampled:
-        del self._internal_ids[output.request_id]
+        internal = self._internal_ids.pop(output.request_id)
         request, completion = self._requests.pop(output.request_id), output.outputs[0]
         first = self._logprobs.pop(output.request_id).first
         token_ids = tuple(completion.token_ids)
@@ -455,6 +458,7 @@ class Core:
             cached_tokens=output.num_cached_tokens or 0,
             kv_offer=output.kv_transfer_params,
             text="",
+            routes=self._routes.written(internal, request, completion),
             **_speculated(completion.spec_decode_metrics),
         )
         end_ids = self._end_ids | closing_stops(self._tokenizer, request.stop_token_ids)

@@ -44,6 +44,7 @@ from rlhfless.functions.generation.vllm.drafting import DraftingPasses
 from rlhfless.functions.generation.vllm.lora_slots import LoraSlots
 from rlhfless.functions.generation.vllm.messages import Consumed
 from rlhfless.functions.generation.vllm.read_back import TensorIndex, index_tensors, repack_experts
+from rlhfless.functions.generation.vllm.routes import RouteRecorder, routed_layers
 from rlhfless.functions.host_offload import empty, give_back_free_memory, held_bytes, require_free, storages_of
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
 from rlhfless.records import WeightSample
@@ -169,15 +170,28 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
 class StoreWorkerExtension:
     """Mixin for vLLM's worker, called through `collective_rpc`."""
 
-    def rlhfless_start(self, drafts_measured: bool) -> start_times.WorkerStart:
-        """Wrap runners that can speculate in DraftingPasses, try adapters, and return the worker's start times."""
+    def rlhfless_start(self, drafts_measured: bool, routes: bool = False) -> start_times.WorkerStart:
+        """Wrap runners that can speculate in DraftingPasses, try adapters, record routes if asked for, and return the
+        worker's start times."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         if runner.lora_config is not None:
             self.rlhfless_slots = LoraSlots(runner.lora_manager)
             self.rlhfless_slots.try_products()
         if isinstance(runner, GPUModelRunner) and hasattr(runner, "drafter") and not runner.use_async_scheduling:
             self.rlhfless_passes = DraftingPasses(runner, measured=drafts_measured)
+        if routes and isinstance(runner, GPUModelRunner):
+            self.rlhfless_routes = RouteRecorder(runner)
         return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
+
+    def rlhfless_routed_layers(self) -> list[int]:
+        """Return the layers with routers, in order."""
+        return sorted(routed_layers(self.model_runner.model))  # type: ignore[attr-defined]
+
+    def rlhfless_write_routes(self, request_id: str, tokens: int, path: str) -> int:
+        """Write the routes of a request's generated tokens to a file, on the first worker; see RouteRecorder.write."""
+        if get_tensor_model_parallel_rank():
+            return 0
+        return self.rlhfless_routes.write(request_id, tokens, path)
 
     def rlhfless_backends(self) -> dict[str, str]:
         """Return the implementations that vLLM chose for this model on this device."""

@@ -5,42 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from fakes.tiny_models import (
-    CONTEXT_TOKENS,
-    PROBE_TOKENS,
-    VOCABULARY,
-    TinyModel,
-    perturbed,
-    save_tokenizer,
-    start_tiny_engine,
-)
+from fakes.tiny_models import PROBE_TOKENS, make_tiny_experts, perturbed, start_tiny_engine
 from rlhfless.weights.check import PROBE_TOLERANCE, check_probe, largest_difference
 from rlhfless.weights.store import FolderStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
-def make_experts(folder: Path) -> TinyModel:
-    """Two layers of eight experts, random."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=len(VOCABULARY), hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=2, num_key_value_heads=1, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-        max_position_embeddings=CONTEXT_TOKENS, bos_token_id=0, eos_token_id=1, pad_token_id=2, initializer_range=0.15,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return TinyModel(folder, model)  # type: ignore[arg-type]
-
-
 async def test_every_load_reaches_the_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's CPU kernel has a packed copy of them, which it makes at the first load alone."""
     monkeypatch.setenv("RLHFLESS_HOME", str(tmp_path / "home"))
-    model, store = make_experts(tmp_path / "model"), FolderStore(tmp_path / "store")
+    model, store = make_tiny_experts(tmp_path / "model"), FolderStore(tmp_path / "store")
     engine = await start_tiny_engine(model, store.folder)
     try:
         for step in (1, 2):

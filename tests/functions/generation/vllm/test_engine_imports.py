@@ -11,8 +11,8 @@ from fakes.repository import ROOT
 
 BARE = ROOT / "benchmarks" / "bare.py"
 
-INSIDE = ("core", "drafting", "kv_files", "fp8", "lora_repairs", "lora_slots", "read_back", "scheduler", "verification",
-          "weight_engine")  # fmt: skip
+INSIDE = ("core", "drafting", "kv_files", "fp8", "lora_repairs", "lora_slots", "read_back", "routes", "scheduler",
+          "verification", "weight_engine")  # fmt: skip
 """Modules of functions/generation/vllm that are imported beside vLLM."""
 
 ABSENT = "import sys; found = {'numba', 'llvmlite'} & sys.modules.keys(); assert not found, found"
