@@ -144,7 +144,7 @@ PREFILL = FunctionSpec(
 def _environment(spec: RunSpec) -> ReplicaRequest | None:
     if spec.environment is None:
         return None
-    return ReplicaRequest(FunctionName.ENVIRONMENT, Site.CPU, devices=spec.environment.cores)
+    return ReplicaRequest(FunctionName.ENVIRONMENT, Site.CPU, spec.environment.replicas, devices=spec.environment.cores)
 
 
 ENVIRONMENT = FunctionSpec(

@@ -53,7 +53,7 @@ class CountedRequest:
     prefixes: list[int]
     """Shared prefixes that an actor computes before the samples: nodes of the step's engines."""
     prompts: tuple[()] = ()
-    environment: str = ""
+    environments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,13 @@ from rlhfless.environments.trajectory import (
     Parsed,
     Trajectory,
 )
-from rlhfless.functions.environment.remote import EnvironmentReplicas, RemoteEnvironment, SessionLeft, SessionParked
+from rlhfless.functions.environment.remote import (
+    EnvironmentReplicas,
+    RemoteEnvironment,
+    SessionLeft,
+    SessionParked,
+    replica_of,
+)
 from rlhfless.functions.generation.engine import Sampled
 from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.functions.generation.rollouter import PriorTurn, Response, SampleTask, continued
@@ -88,7 +94,7 @@ class EpisodeRollouter:
     async def finish(self, task: SampleTask) -> Response:
         """See Rollouter. An aborted episode returns what it has."""
         item, request = task.item, task.request
-        self._replicas.trust(request.environment)
+        self._replicas.trust(replica_of(request.environments, item.session))
         episode = EpisodeTask(item.prompt_id, item.sample_index, item.row, item.seed, messages=self._messages(item))
         past, prior = past_of(item.prior)
         played: list[Event] = list(past)
@@ -121,7 +127,8 @@ class EpisodeRollouter:
 
     async def _environment(self, task: SampleTask) -> RemoteEnvironment:
         """Return the episode's session. Raises SessionLeft."""
-        replica, park_s = task.request.environment, self._settings.spec.park_s
+        replica = replica_of(task.request.environments, task.item.session)
+        park_s = self._settings.spec.park_s
 
         async def ask(method: str, *arguments: Any) -> Any:
             # A finished episode does not leave its actor: it ends its session first.

@@ -69,8 +69,8 @@ class GenerateRequest:
     """Also accept a newer version, loaded since the request was made."""
     earlier: Mapping[str, tuple[IntArray, ...]] = field(default_factory=dict)
     """By prompt ID: SampleRequest.earlier."""
-    environment: str = ""
-    """The environment replica with the samples' sessions; empty in a run without an environment."""
+    environments: tuple[str, ...] = ()
+    """The environment's replicas, which hold the samples' sessions; empty in a run without an environment."""
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:

@@ -23,6 +23,7 @@ from rlhfless import __version__
 from rlhfless.cli import (
     data,
     environments,
+    init,
     plan,
     prompts,
     rewards,
@@ -106,6 +107,7 @@ def _options(
 
 
 for _command in (
+    init.init,
     run.run,
     validate.validate,
     validate.schema,

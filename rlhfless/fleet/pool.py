@@ -116,21 +116,21 @@ class ReplicaPool(Replicas):
 
     # -- replicas that join
 
-    async def ready(self, call: Call) -> Replica:
-        """Return the replica of the first slot once it serves; start it if there is none. A planned start is replaced
+    async def ready(self, call: Call, slot: int = 0) -> Replica:
+        """Return the replica of a slot once it serves; start it if there is none. A planned start is replaced
         by one now, and a release in progress is awaited first. Raises the error of the start."""
         while True:
-            self._call_off_timer(0)
-            replica = self.at(0)
+            self._call_off_timer(slot)
+            replica = self.at(slot)
             if replica is not None and replica.state is ReplicaState.SERVING:
                 return replica
             if replica is not None and replica.state is ReplicaState.SLEEPING:
                 async with self.turn(call):
                     continue
-            if 0 in self._leaving:
-                await asyncio.wait([self._leaving[0]])
-            elif 0 in self._starts:
-                await self._wait_for_start(self._starts[0])
+            if slot in self._leaving:
+                await asyncio.wait([self._leaving[slot]])
+            elif slot in self._starts:
+                await self._wait_for_start(self._starts[slot])
             elif replica is not None:
                 async with self.turn(call):
                     if replica.state is not ReplicaState.SERVING:  # it was opened when it woke for this turn
@@ -138,7 +138,7 @@ class ReplicaPool(Replicas):
             elif self._closed:
                 raise FleetError(f"the run is being stopped, and {self.function} is not started any more")
             else:
-                self.start(0, call)
+                self.start(slot, call)
 
     @staticmethod
     async def _wait_for_start(start: asyncio.Task[Replica]) -> None:

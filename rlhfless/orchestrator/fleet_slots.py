@@ -56,7 +56,7 @@ class FleetFigures(Protocol):
 
 
 class FleetSlots(ABC):
-    """All slots of a run: first those of its generation actors, then one for each other function."""
+    """All slots of a run: first those of its generation actors, then those of each other function."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class FleetSlots(ABC):
         pools: Sequence[ReplicaPool],
         ledger: FleetFigures,
     ) -> None:
-        """`pools`: the pool of the generation actors first. The others have one replica each, except for the pool of
-        prefill actors. That pool scales with its queue (rlhfless.orchestrator.prompt_kv), and policies do not see
-        it."""
+        """`pools`: the pool of the generation actors first. The others have one replica each, except for those of
+        the environment and of prefill actors. The latter scale with their queue (rlhfless.orchestrator.prompt_kv), and
+        policies do not see them."""
         self._call = call
         self._actors = pools[0]
         self._pools = [pool for pool in pools if pool.kind.role is not FunctionRole.PREFILLS]
@@ -83,9 +83,9 @@ class FleetSlots(ABC):
     def keep_starts(self) -> None:  # noqa: B027
         """Save the measured start times of the engines for later runs. By default, does nothing."""
 
-    def slot_of(self, function: str) -> int:
-        """Return the slot of a function that has one replica."""
-        return next(slot for slot, (pool, _) in enumerate(self._slots) if pool.function == function)
+    def slots_of(self, function: str) -> list[int]:
+        """Return the slots of a function, in order."""
+        return [slot for slot, (pool, _) in enumerate(self._slots) if pool.function == function]
 
     def kinds(self) -> dict[str, str]:
         """Return the device kinds of the engines, by name of the replica."""
@@ -136,9 +136,8 @@ class FleetSlots(ABC):
         if not pool.release(number):
             self._note(step, "keep", f"slot {slot} stays", pool)
 
-    def idle(self, function: str, step: int) -> None:
-        """Release a function's idle replica if the spec forbids idle ones. Called after the policy's decision."""
-        slot = self.slot_of(function)
+    def idle(self, slot: int, step: int) -> None:
+        """Release a slot's idle replica if the spec forbids idle ones. Called after the policy's decision."""
         pool, number = self._slots[slot]
         if not pool.bounds.idle and pool.expects(number):
             pool.release(number)

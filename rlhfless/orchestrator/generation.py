@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.functions.environment.remote import replica_of
 from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, Progress, StreamEnd
 from rlhfless.orchestrator.prompt_kv import Precomputation, PrefillActors
 from rlhfless.orchestrator.scaler import PolicyRunner
@@ -52,13 +53,13 @@ class GenerationStage:
         at_work: Callable[[], None] = lambda: None,
         no_weights: Callable[[], str] = lambda: "",
         prefill: PrefillActors | None = None,
-        environment: Callable[[], Awaitable[Replica]] | None = None,
+        environment: Callable[[], Awaitable[Sequence[Replica]]] | None = None,
         busy_cores: Callable[[], BusyCores] | None = BusyCores,
     ) -> None:
         """`at_work` is called at an engine's first message, when the engines are busy and the driver is idle.
         `no_weights` returns why a joining actor cannot load the step's weights, or "" if it can.
-        `prefill`: see Precomputation. `environment` returns the environment's replica, which holds the sessions of the
-        samples; None without an environment. `busy_cores` measures the driver's machine; None in a
+        `prefill`: see Precomputation. `environment` returns the environment's replicas, which hold the sessions of
+        the samples; None without an environment. `busy_cores` measures the driver's machine; None in a
         simulation.
         """
         self._pool = pool
@@ -290,7 +291,8 @@ class GenerationStage:
             if self._environment is None:
                 await self._prepare(actor, number, request)
             else:
-                request = replace(request, environment=(await self._environment()).name)
+                replicas = await self._environment()
+                request = replace(request, environments=tuple(replica.name for replica in replicas))
             events = actor.stream(
                 self.request.work, "generate", self.request.call, request, timeout_s=self._spec.recovery.heartbeat_s
             )
@@ -350,7 +352,8 @@ class GenerationStage:
         """Wait for the answer to a sample, or for the loss of its session: an actor then does what can be done."""
         assert self._environment is not None, "only an environment lets samples wait"
         try:
-            replica, key = await self._environment(), self.samples.session(sample)
+            key = self.samples.session(sample)
+            replica = replica_of(await self._environment(), key)
             limit_s = self._spec.timeouts.generate_s
             with contextlib.suppress(ReplicaLost):
                 await replica.call(

@@ -176,19 +176,24 @@ class RLRun(BaseRun):
             at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
             no_weights=self._no_weights,
             prefill=self.scaler.prefill,
-            environment=None if self.environment is None else partial(self._environment_replica, request.call),
+            environment=None if self.environment is None else partial(self._environment_replicas, request.call),
             busy_cores=self.busy_cores,
         )
         self.generation.watch(stage)
         return stage
 
-    async def _environment_replica(self, call: Call) -> Replica:
-        """Return the environment's replica, which answers; start it if there is none. Raises ReplicaLost
-        if it dies again and again."""
-        pool, tries = self.environment, self.spec.recovery.per_step
+    async def _environment_replicas(self, call: Call) -> Sequence[Replica]:
+        """Return the environment's replicas, which answer; start those that are missing. Raises ReplicaLost if one dies
+        again and again."""
+        pool = self.environment
         assert pool is not None
+        slots = range(len(pool.allocations))
+        return await gather_or_cancel(*(self._answering(pool, call, slot) for slot in slots))
+
+    async def _answering(self, pool: ReplicaPool, call: Call, slot: int) -> Replica:
+        tries = self.spec.recovery.per_step
         while True:
-            replica = await pool.ready(call)
+            replica = await pool.ready(call, slot)
             try:
                 await replica.call("renew", call, timeout_s=ANSWER_S, waiting_for="the environment")
                 return replica

@@ -296,9 +296,10 @@ class Scaler:
         return PolicyRunner(EvenSplit(), self.fleet, self._ledger.add_decision)
 
     def idle(self, function: str, step: int) -> None:
-        """Tell the policy that a function has finished its work in a step."""
-        self.runner.ask(Idle(self.fleet.slot_of(function)), step)
-        self.fleet.idle(function, step)
+        """Tell the policy that a function's replicas have finished their work in a step."""
+        for slot in self.fleet.slots_of(function):
+            self.runner.ask(Idle(slot), step)
+            self.fleet.idle(slot, step)
 
     def learn_speeds(self, step: int) -> None:
         """Update the engines' speeds from a step whose rollouts are in the ledger."""

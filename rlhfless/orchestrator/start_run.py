@@ -49,7 +49,7 @@ async def start_functions(run: RLRun, actors: int) -> None:
     An engine that measures free memory counts concurrent allocations of other processes as its own.
     """
     others = (*run.helpers, *run.trainers.pools)
-    ready = [pool.ready(run.call(0)) for pool in others]
+    ready = [pool.ready(run.call(0), slot) for pool in others for slot in range(len(pool.allocations))]
     engines = [(run.generation, actors)]
     if run.prefill is not None:
         engines.append((run.prefill, run.prefill.bounds.fewest))

@@ -293,7 +293,12 @@ def place(
     groups = [
         *(DeviceGroup(names.of(name, window), window.devices, window.name) for window in used),
         *(DeviceGroup(names.of("learner", part), part.devices, part.name) for part in parts),
-        *(DeviceGroup(f"{w.function}-0", chosen[w.function][0]) for w in functions if _has_own_cores(w, of_learner)),
+        *(
+            DeviceGroup(f"{wanted.function}-{number}", devices)
+            for wanted in functions
+            if _has_own_cores(wanted, of_learner)
+            for number, devices in enumerate(chosen[wanted.function])
+        ),
     ]
     if spec.tenants > 1:
         return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
@@ -327,9 +332,11 @@ def _chosen(
             chosen[wanted.function] = [tuple(learner)]
         elif _has_own_cores(wanted, kind):
             count = _own_cores(wanted.devices, nodes)
+            firsts = range(first_core, first_core + wanted.replicas * count, count)
             chosen[wanted.function] = [
-                tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(first_core, first_core + count))
+                tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(first, first + count)) for first in firsts
             ]
+            first_core = firsts.stop
         elif wanted.one_node:
             most = max(len(node.devices) for node in learning)
             if wanted.ranks > most and kind != CPU_KIND:
@@ -341,9 +348,11 @@ def _chosen(
             chosen[wanted.function] = [node.devices[-wanted.ranks :]]
         else:
             count = min(wanted.ranks, len(learner))
-            places = sorted(-(taken + rank) % len(learner) for rank in range(1, count + 1))
-            chosen[wanted.function] = [tuple(learner[place] for place in places)]
-            taken += count
+            chosen[wanted.function] = []
+            for _ in range(wanted.replicas):
+                places = sorted(-(taken + rank) % len(learner) for rank in range(1, count + 1))
+                chosen[wanted.function].append(tuple(learner[place] for place in places))
+                taken += count
         if wanted.site in (Site.LEARNER, Site.LEARNER_SHARED) and wanted.ranks > len(learner) and kind != CPU_KIND:
             raise PlacementError(f"{wanted.ranks_key} is {wanted.ranks}, but the learner has {len(learner)} device(s)")
     return chosen

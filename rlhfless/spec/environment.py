@@ -108,11 +108,14 @@ class EnvironmentSpec(SpecModel):
     """Failures of the environment after which an episode resumes or restarts. After more, it has no reward, and
     `scoring.on_failure` decides about the sample."""
 
+    replicas: Processes = 1
+    """Replicas of the environment. Each has its own `sessions`, `cores` and, where a cluster has room, node."""
+
     sessions: Processes = 32
-    """Episodes that are played at the same time, each in a worker process of its own. Further episodes wait."""
+    """Episodes that a replica plays at the same time, each in a worker process of its own. Further episodes wait."""
 
     cores: Processes = 1
-    """CPU cores of the environment in a run on GPUs. On CPU cores, it shares those of the run."""
+    """CPU cores of a replica in a run on GPUs. On CPU cores, it shares those of the run."""
 
     memory_mib: Annotated[int, Field(ge=64, le=1 << 24)] = 1024
     """Memory that a session may add to that of its process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -259,6 +260,7 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
         hint = nearest(str(value), map(str, get_args(annotation))).strip()
     elif not models(annotation) or not isinstance(value, Mapping):  # a section's own check quotes the values
         what = f"{shown(value)}: {message}"
+        hint = _matching(str(value), context["pattern"]) if kind == "string_pattern_mismatch" else ""
     return Problem(dotted(path), what, hint, origin_of(path, origins))
 
 
@@ -280,6 +282,12 @@ def _key_hint(path: Path, spot: _Spot) -> str:
     else:
         hint = f"did you mean `{elsewhere[0]}`? " if elsewhere else nearest(key, valid)
     return f"{hint}Valid keys here: {', '.join(valid)}"
+
+
+def _matching(value: str, pattern: str) -> str:
+    """Return a hint with the value as a name that the pattern allows; empty if neither `-` nor `_` makes it one."""
+    names = (re.sub(r"[^a-z0-9]+", joint, value.lower()).strip(joint) for joint in "-_")
+    return next((f"did you mean `{name}`?" for name in names if re.search(pattern, name)), "")
 
 
 def _types_with(path: Path, root: type[BaseModel]) -> list[str]:

@@ -10,7 +10,8 @@ import typer
 from fakes.repository import ROOT
 from rlhfless.cli.main import app
 
-PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.yaml"))]
+FILES = ("*.md", "docs/*.md", "examples/*.yaml", "recipes/*.md", "recipes/*.yaml")
+PAGES = [page for pattern in FILES for page in sorted(ROOT.glob(pattern))]
 # A line of a code block (perhaps behind `$` or a comment's `#`), or text between back quotes.
 COMMAND = re.compile(r"^(?:\s*#)?[ $]*rlhfless +([a-z][^#`|>\n]*)|`rlhfless +([a-z][^`#|>]*)`", re.MULTILINE)
 

@@ -10,13 +10,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from fakes.repository import ROOT
 
-FOLDERS = ("rlhfless", "functions", "sim", "benchmarks", "scripts", "examples", "deploy", "tests")
+FOLDERS = ("rlhfless", "functions", "sim", "benchmarks", "scripts", "examples", "recipes", "deploy", "tests")
 CHART = ROOT / "deploy" / "helm" / "rlhfless"
 SUFFIXES = "py|md|yaml|yml|sh|toml|js|sql|csv|txt|json|ipynb"
 FILE = re.compile(rf"(?<![\w./:<>-])[a-zA-Z_][\w-]*(?:/[\w.-]+)*/[\w-]+\.(?:{SUFFIXES})(?![\w/])")
-PAGE = re.compile(r"(?<![\w/.-])(?:docs|examples|deploy|scripts)/[\w./-]*[\w]")
+PAGE = re.compile(r"(?<![\w/.-])(?:docs|examples|recipes|deploy|scripts)/[\w./-]*[\w]")
 MODULE = re.compile(r"(?<![\w./-])rlhfless(?:\.[a-z_]\w*)+")
 BASES = ("", "rlhfless", "functions", "sim", "tests", "docs")
 """Folders that a text may leave out: `spec/run.py` is `rlhfless/spec/run.py`."""
@@ -89,7 +91,7 @@ def test_modules_that_texts_name_exist() -> None:
     assert dead == set()
 
 
-def test_the_list_of_metrics_is_up_to_date() -> None:
-    script = ROOT / "scripts" / "metrics_reference.py"
-    result = subprocess.run([sys.executable, script, "--check"], timeout=120, check=False)
-    assert result.returncode == 0, "run scripts/metrics_reference.py"
+@pytest.mark.parametrize("script", ["metrics_reference.py", "recipes_table.py"])
+def test_a_table_is_up_to_date(script: str) -> None:
+    result = subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], timeout=240, check=False)
+    assert result.returncode == 0, f"run scripts/{script}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
-from fakes import agent_player, saboteur
-from fakes.live_runs import fault_opening
+from fakes import agent_player, commands, saboteur
+from fakes.live_runs import fault_opening, fault_values
 from rlhfless.orchestrator.driver import execute
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session
@@ -34,8 +36,13 @@ GAME = {"type": "fakes.agent_game:Game", "turns": 4, "turn_tokens": 40, "session
 def program_values(log: Path) -> dict[str, Any]:
     """Return the values of a run with an unmodified agent program, which notes the calls of its tool in `log`."""
     command = ["python", agent_player.__file__, "{id}", str(log)]
-    program = {"type": "process", "command": command, "turns": 4, "turn_tokens": 40, "sessions": 3}
+    program = {"type": "process", "command": command, "turns": 4, "turn_tokens": 40, "sessions": 2, "replicas": 2}
     return {**COMMON, "environment": program, "prompts_per_step": 2}
+
+
+async def kill_engine(run: RLRun) -> None:
+    """Kill the vLLM process of an actor; the actor itself lives."""
+    saboteur.engine(run.generation.serving()[0]).kill()
 
 
 async def kill_environment(run: RLRun) -> None:
@@ -57,7 +64,8 @@ async def kill_program(run: RLRun) -> None:
 
 def workers_of(run: RLRun) -> list[psutil.Process]:
     assert run.environment is not None
-    return psutil.Process(saboteur.pid(run.environment.replicas()[0])).children()
+    replicas = [psutil.Process(saboteur.pid(replica)) for replica in run.environment.replicas()]
+    return [worker for replica in replicas for worker in replica.children()]
 
 
 Act = Callable[[RLRun], Awaitable[None]]
@@ -76,6 +84,11 @@ BROKEN: dict[str, dict[int, tuple[Act, int]]] = {
         4: (kill_worker, 4),
         5: (kill_program, 3),
     },
+    "program, actors": {
+        1: (kill_engine, 1),
+        2: (saboteur.kill_actor, 4),
+        3: (saboteur.drain_actor, 2),
+    },
 }
 """By what plays, and step: what is done, after how many calls of the step."""
 
@@ -83,7 +96,10 @@ LOSES_SESSIONS = (kill_environment, kill_worker, kill_program)
 """What makes calls be repeated: in new sessions."""
 
 
-@pytest.mark.parametrize("played", ["class", pytest.param("program, sessions", marks=pytest.mark.seldom)])
+@pytest.mark.parametrize(
+    "played",
+    ["class", *(pytest.param(f"program, {lost}", marks=pytest.mark.seldom) for lost in ("sessions", "actors"))],
+)
 def test_episodes_survive_all_kills(played: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acts = BROKEN[played]
     values: dict[str, dict[str, Any]] = {}
@@ -124,6 +140,45 @@ def test_episodes_survive_all_kills(played: str, assets: Path, tmp_path: Path, m
     repeated = {step for step, (act, _) in acts.items() if act in LOSES_SESSIONS}
     assert twice <= repeated, "a call was made twice although its session lived"
     assert recovered.replicas_lost >= 2
+
+
+KILLED_AFTER = {1: 2, 2: 0, 3: 4}
+"""By step: the number of its calls after which the driver is killed."""
+
+
+@pytest.mark.seldom
+def test_episodes_of_a_program_survive_killed_drivers(assets: Path, tmp_path: Path) -> None:
+    """The driver's private Ray, its actors and sessions die with it. What the programs then repeat are their calls."""
+    values = program_values(tmp_path / "undisturbed.log") | {"steps": len(KILLED_AFTER) + 1}
+    start = fault_opening(assets, tmp_path / "undisturbed", actors=1, **values)
+    asyncio.run(execute(start))
+    whole = read_trace(tmp_path / "undisturbed" / "trace")
+    step_of = steps_of(whole)
+
+    log, runs = tmp_path / "broken.log", tmp_path / "runs"
+    values = fault_values(assets, 1, **program_values(log)) | {"steps": start.spec.steps, "output": str(runs)}
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(values))
+    options: tuple[str, ...] = ()
+    for step, calls in KILLED_AFTER.items():
+        driver = commands.start(spec, tmp_path / f"driver-{step}", *options)
+        end = time.monotonic() + 300
+        while in_step(log, step_of, step) <= calls:
+            assert driver.poll() is None, (tmp_path / f"driver-{step}").read_text()
+            assert time.monotonic() < end, (tmp_path / f"driver-{step}").read_text()
+            time.sleep(0.02)
+        driver.kill()
+        driver.wait(timeout=30)
+        options = ("--resume", str(next(runs.iterdir())))
+    driver = commands.start(spec, tmp_path / "driver", *options)
+    assert driver.wait(timeout=400) == 0, (tmp_path / "driver").read_text()
+
+    (folder,) = runs.iterdir()
+    broken = read_trace(folder / "trace")
+    samples = len(whole.rollouts)
+    assert compare_samples(whole, broken) == Comparison(samples, samples, None, 0, 0)
+    assert [row.reward for row in by_key(broken)] == [row.reward for row in by_key(whole)]
+    assert last_digest(folder) == last_digest(tmp_path / "undisturbed")
 
 
 def last_digest(folder: Path) -> str:

@@ -46,6 +46,14 @@ async def ended(replicas: EnvironmentReplicas, *methods: str) -> list[tuple[str,
     return list(await asyncio.gather(*map(one, methods)))
 
 
+def test_sessions_keep_their_replica_and_spread_evenly():
+    names = ["e-0", "e-1", "e-2"]
+    chosen = [remote.replica_of(names, f"prompt/{number}") for number in range(3000)]
+    assert chosen == [remote.replica_of(names, f"prompt/{number}") for number in range(3000)]
+    assert all(900 < chosen.count(name) < 1100 for name in names)
+    assert remote.replica_of(["e-0"], 7) == "e-0"
+
+
 def test_a_call_that_finds_the_replica_lost_ends_all_others():
     async def main():
         replicas = EnvironmentReplicas(Serve(fails=SessionLeft(), waits=None, slow=2.0, about=0.0).send)

@@ -118,7 +118,7 @@ async def test_slots_show_their_replicas_and_how_much_each_has(tmp_path: Path) -
 
 async def test_a_helper_is_released_and_started_ahead_of_its_next_use(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
-    slot = scene.fleet.slot_of(FunctionName.SCORING)
+    (slot,) = scene.fleet.slots_of(FunctionName.SCORING)
     scene.fleet.release(slot, 3)
     assert scene.scoring["scoring"].state is ReplicaState.DRAINING
     scene.fleet.start(slot, time.time() + 0.02, 4)
@@ -136,8 +136,8 @@ async def test_a_helper_that_the_spec_always_holds_stays_and_the_ledger_says_so(
 
 async def test_a_helper_that_the_spec_never_holds_is_released_whatever_the_policy_wants(tmp_path: Path) -> None:
     scene = Fleet(tmp_path, hold=Bounds(idle=False, reason="scaling.hold_scoring is never"))
-    scene.fleet.idle(FunctionName.SCORING, 3)
-    scene.fleet.idle(FunctionName.SCORING, 3)  # it is already leaving
+    scene.fleet.idle(2, 3)
+    scene.fleet.idle(2, 3)  # it is already leaving
     assert scene.scoring["scoring"].state is ReplicaState.DRAINING
     (released,) = scene.decisions()
     assert released.kind == "release"
@@ -147,7 +147,7 @@ async def test_a_helper_that_the_spec_never_holds_is_released_whatever_the_polic
 
 async def test_a_helper_that_the_policy_may_keep_stays_if_it_says_nothing(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
-    scene.fleet.idle(FunctionName.SCORING, 3)
+    scene.fleet.idle(2, 3)
     assert scene.scoring.serving()
     assert scene.decisions() == []
 

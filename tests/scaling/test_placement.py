@@ -62,6 +62,24 @@ def test_colocated_functions_share_the_devices() -> None:
     assert [len(group.devices) for group in placement.groups] == [2]
 
 
+def test_replicas_on_cores_have_cores_of_their_own_beside_gpus() -> None:
+    """Three of an environment with two cores each, and scoring with one."""
+    functions = [
+        ReplicaRequest(FunctionName.GENERATION, Site.PER_REPLICA),
+        ReplicaRequest(FunctionName.ENVIRONMENT, Site.CPU, 3, devices=2),
+        ReplicaRequest(FunctionName.SCORING, Site.CPU),
+        ReplicaRequest(FunctionName.LEARNER, Site.LEARNER),
+    ]
+    placement = place(PlacementSpec(), [gpus("a", 1)], functions)
+    assert names(placement, FunctionName.ENVIRONMENT) == [["cpu-0", "cpu-1"], ["cpu-2", "cpu-3"], ["cpu-4", "cpu-5"]]
+    assert names(placement, FunctionName.SCORING) == [["cpu-6"]]
+    assert placement.allocation(FunctionName.ENVIRONMENT, 2).shares == (1.0, 1.0)
+    own = {group.name: len(group.devices) for group in placement.groups}
+    assert own == {"learner-0": 1, "environment-0": 2, "environment-1": 2, "environment-2": 2, "scoring-0": 1}
+    shared = place(PlacementSpec(), [cpus(2)], functions)
+    assert names(shared, FunctionName.ENVIRONMENT) == [["cpu-1"], ["cpu-0"], ["cpu-1"]]
+
+
 @pytest.mark.parametrize(
     ("devices", "nodes", "expected"),
     [

@@ -108,7 +108,7 @@ class Actor:
 
         item = SampleItem("p", 0, (1, 2), seed=5, row=ROW, session=f"p/{self.temperature:g}", prior=prior)
         request = GenerateRequest(
-            (item,), Sampling(2000, self.temperature), "v", "actor", 1.0, 60.0, 60.0, environment="environment-1"
+            (item,), Sampling(2000, self.temperature), "v", "actor", 1.0, 60.0, 60.0, environments=("environment-1",)
         )
         task = SampleTask(item, request, Call("run", attempt, 1), generate)
         spec = EnvironmentSpec(type="sums:Sums", turn_tokens=200, retries=0, park_s=self.park_s)
@@ -310,7 +310,7 @@ async def test_an_environment_replica_that_is_lost_aborts_the_episode():
         raise SessionLeft
 
     item = SampleItem("p", 0, (1, 2), seed=5, row={"prompt": "Hi"})
-    request = GenerateRequest((item,), Sampling(100, 1.0), "v", "actor", 1.0, 60.0, 60.0, environment="e")
+    request = GenerateRequest((item,), Sampling(100, 1.0), "v", "actor", 1.0, 60.0, 60.0, environments=("e",))
     spec = EnvironmentSpec(type="sums:Sums")
     settings = EpisodeSettings(spec, ModelSpec(path="m"), "prompt", chat_template=True, chat_template_kwargs={})
     response = await EpisodeRollouter(settings, byte_format(), EnvironmentReplicas(lost)).finish(
