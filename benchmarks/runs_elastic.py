@@ -1,7 +1,7 @@
 """Four runs that arrive together and differ in length: sizes that follow them, relative to four static parts.
 
     python benchmarks/runs_elastic.py MODEL_FOLDER [--steps 10,20,40,80] [--prompts 64] [--share 0.5] [--pairs 1]
-        [--smoke]
+        [--sides parts,elastic] [--smoke]
 
 MODEL_FOLDER is what `rlhfless models tiny` wrote. The runs are supervised, with a model of 4 M parameters, and are
 posted at once to a service whose Ray has four devices. A device is a share of a core: each learner rank is limited to
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--pairs", type=int, default=1)
+    parser.add_argument("--sides", default="parts,elastic", help="only some sides: for a look at one")
     asked = parsed(parser, steps="2,4", prompts=4)
     print(machine())
     steps = [int(count) for count in asked.steps.split(",")]
@@ -168,14 +169,16 @@ def compared(url: str, data: Path, model: Path, asked: argparse.Namespace, steps
     ratios = []
     for number in range(asked.pairs):
         means: dict[str, float] = {}
-        for side in sorted(SIDES, reverse=number % 2 == 0):
+        for side in asked.sides.split(",") if number % 2 == 0 else reversed(asked.sides.split(",")):
             print(f"pair {number + 1}, {side}:")
             specs = [spec_of(model, f"{side}-{count}", count, asked.prompts, SIDES[side]) for count in steps]
             means[side] = statistics.mean(turnarounds(url, data, specs))
             print(f"  turnaround {means[side]:.0f} s")
-        ratios.append(means["parts"] / means["elastic"])
+        if len(means) == len(SIDES):
+            ratios.append(means["parts"] / means["elastic"])
     each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    print(f"turnaround parts / elastic {statistics.median(ratios):.2f}x ({each})")
+    if ratios:
+        print(f"turnaround parts / elastic {statistics.median(ratios):.2f}x ({each})")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from rlhfless import __version__
 from rlhfless.cli import (
     data,
+    debug,
     environments,
     init,
     plan,
@@ -114,6 +115,7 @@ for _command in (
     validate.devices,
     plan.plan,
     selftest.selftest,
+    debug.debug,
     simulate.simulate,
     service.up,
     service.down,

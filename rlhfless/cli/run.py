@@ -149,7 +149,7 @@ def _run(prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
     log = RunLog(folder, run_id)
     console = Console(spec.logging.console, f"run {run_id}", spec.steps)
     host = ClusterHost(console, folder, spec.steps)
-    sinks = open_sinks(spec.logging, folder, run_id, console, host)
+    sinks = open_sinks(spec, folder, run_id, console, host)
     resume = f"rlhfless run --resume {shown(folder)}"
 
     def remove_files() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -29,6 +30,7 @@ from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import Transport
 from rlhfless.util.clock import unix_s
+from rlhfless.util.stacks import all_stacks
 from rlhfless.util.tasks import to_the_end
 
 log = logging.getLogger(__name__)
@@ -291,6 +293,7 @@ class Replica:
                     sent.set()
                 reply: Reply[Any] = await self._answer(answer, timeout_s)
             except TimeoutError:
+                await self._log_stacks(waiting_for)
                 raise CallTimeout(f"waited {timeout_s:.0f} s for {waiting_for} on {self.name}") from None
         self._accept(reply, call, work)
         return reply.value
@@ -307,6 +310,7 @@ class Replica:
                 try:
                     event = await self._answer(anext(events), timeout_s)
                 except TimeoutError:
+                    await self._log_stacks(f"a heartbeat of {method}")
                     self.give_up(f"no heartbeat came from {method} for {timeout_s:.0f} s")
                     raise ReplicaLost(self._given_up.result()) from None
                 except StopAsyncIteration:
@@ -338,6 +342,13 @@ class Replica:
         finally:
             task.cancel()
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody awaits it any more
+
+    async def _log_stacks(self, waiting_for: str) -> None:
+        """Log what the processes of a replica on this machine do, before it is given up."""
+        if self.info is None or self.info.host != platform.node():
+            return
+        stacks = await all_stacks([self.info.pid, *self.info.pids])
+        log.warning("%s: waited too long for %s; its stacks:\n%s", self.name, waiting_for, stacks)
 
     async def wait_idle(self) -> None:
         """Wait until no call that the ledger records is in progress. Every call has a timeout."""

@@ -334,6 +334,7 @@ class BaseRun:
         if not self.ledger.has_step(record.step):
             self.ledger.add_step(record, others_since_s)
             self.sinks.emit(record.step, record.metrics, samples)
+            self.sinks.responses(record.step, self.ledger.responses(record.step))
             warn_of_skipped_updates(record)
         self.ledger.catch_up(self.pools.values())
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import fmean
+from typing import Any
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.records import (
@@ -33,6 +34,9 @@ from rlhfless.scaling.prices import (
 from rlhfless.util.clock import monotonic_s, unix_s
 
 log = logging.getLogger(__name__)
+
+MOST_SHOWN = 64
+"""Responses of a step that are kept for trackers."""
 
 RECENT_CALLS = 512
 """Number of recent calls per function from which times are estimated: tens of steps, so that they follow the run."""
@@ -70,6 +74,8 @@ class Ledger:
         self.calls = 0
         """Number of calls in this attempt."""
         self._drawn: dict[int, list[TracedRollout]] = defaultdict(list)
+        self._shown: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+        """By step: see `responses`."""
         """Rollouts of the steps in progress, by step."""
         self._holdings = list(earlier.holdings)
         self._invocations = list(earlier.invocations)
@@ -132,7 +138,16 @@ class Ledger:
             self._writer.add_prompt(group.prompt)
             prompt_tokens = len(group.prompt.token_ids)
             for sample in group.samples:
-                self._drawn[step].append(self._writer.add_rollout(step, sample.rollout, sample.scored, prompt_tokens))
+                row = self._writer.add_rollout(step, sample.rollout, sample.scored, prompt_tokens)
+                self._drawn[step].append(row)
+                if row.text is not None and len(self._shown[step]) < MOST_SHOWN:
+                    shown = {"prompt": group.prompt.text, "response": row.text, "reward": row.reward}
+                    self._shown[step].append(shown | {"prompt_id": row.prompt_id, "sample": row.sample_index})
+
+    def responses(self, step: int) -> list[Mapping[str, Any]]:
+        """Return the first MOST_SHOWN responses of a step in progress with their prompts; none unless tokens are
+        recorded."""
+        return self._shown.pop(step, [])
 
     def add_decision(self, decision: Decision) -> None:
         self._engine_starts += started([decision])

@@ -43,6 +43,7 @@ from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
 from rlhfless.telemetry.metrics import METRICS
+from rlhfless.telemetry.trackers import missing_packages
 from rlhfless.util.errors import UserError
 
 T = TypeVar("T")
@@ -132,6 +133,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     problems += _price_problems(spec)
     problems += _device_problems(spec)
     problems += _port_problems(spec)
+    problems += missing_packages(spec.logging.trackers)
     problems += _folder_problems("output", spec.output)
     problems += _folder_problems("weights.folder", spec.weights.folder)
     problems += _batch_problems(spec)

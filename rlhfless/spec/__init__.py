@@ -99,3 +99,4 @@ from rlhfless.spec.rewards import (
 )
 from rlhfless.spec.run import RunSpec
 from rlhfless.spec.teachers import TeacherSpec
+from rlhfless.spec.trackers import MlflowSpec, TrackerSpec, TrackioSpec, WandbSpec

@@ -41,6 +41,7 @@ from rlhfless.spec.learner import (
 )
 from rlhfless.spec.rewards import JudgeSpec, RewardModelSpec, RewardSpec
 from rlhfless.spec.teachers import MOST_TEACHERS, TeacherSpec
+from rlhfless.spec.trackers import TrackerSpec
 
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -90,6 +91,9 @@ class LoggingSpec(SpecModel):
 
     record_tokens: bool = False
     """Record prompts in the trace, and the text, token ids and logprobs of every response."""
+
+    trackers: tuple[TrackerSpec, ...] = ()
+    """Trackers of experiments that get the metrics, the spec and some responses. See docs/trackers.md."""
 
 
 class RunKeys(SpecModel):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhfless.spec import LoggingSpec
+from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import JsonlSink, MetricSink, MetricSinks
+from rlhfless.util.text import redacted
 
 
-def open_sinks(logging: LoggingSpec, folder: Path, run_id: str, *others: MetricSink) -> MetricSinks:
+def open_sinks(spec: RunSpec, folder: Path, run_id: str, *others: MetricSink) -> MetricSinks:
     """Open the spec's sinks below the run's output folder, and combine them with `others`.
 
-    Raises PortInUse if `logging.metrics_port` is taken.
+    Raises PortInUse if `logging.metrics_port` is taken, and InputError if a tracker's package is not installed.
     """
+    logging = spec.logging
     sinks: list[MetricSink] = list(others)
     # Imported here because most runs need neither, and each takes a quarter of a second to import. The
     # exporter comes first because only it can fail.
@@ -24,5 +26,10 @@ def open_sinks(logging: LoggingSpec, folder: Path, run_id: str, *others: MetricS
         from rlhfless.telemetry.tensorboard import TensorBoardSink
 
         sinks.append(TensorBoardSink(folder / "tensorboard"))
+    if logging.trackers:
+        from rlhfless.telemetry.trackers import TrackerSink
+
+        config = redacted(spec.model_dump(mode="json"))
+        sinks += [TrackerSink(tracker, folder, run_id, config) for tracker in logging.trackers]
     sinks.append(JsonlSink(folder / "metrics.jsonl"))
     return MetricSinks(sinks)

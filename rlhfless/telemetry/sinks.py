@@ -12,9 +12,12 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlhfless.telemetry.metrics import Kind, UndeclaredMetric, resolve
+
+Responses = Sequence[Mapping[str, Any]]
+"""Rows with a prompt, a response and its reward."""
 
 NO_SAMPLES: Mapping[str, Sequence[float]] = MappingProxyType({})
 
@@ -42,6 +45,12 @@ class MetricSinks:
                 raise UndeclaredMetric(name)
         for sink in self._sinks:
             sink.emit(step, values, samples)
+
+    def responses(self, step: int, rows: Responses) -> None:
+        """Show responses of a step, in the sinks that can."""
+        for sink in self._sinks:
+            if rows and (show := getattr(sink, "responses", None)):
+                show(step, rows)
 
     def close(self) -> None:
         """Close all sinks, even if closing one fails."""

@@ -1,10 +1,12 @@
-"""The word that a mistyped one stands for."""
+"""The word that a mistyped one stands for, and the name that one with wrong characters becomes."""
 
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
-from rlhfless.spec.explain import closest, nearest
+from rlhfless.spec import RunSpec
+from rlhfless.spec.explain import closest, explain, nearest
 
 ALGORITHMS = ["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo", "sapo", "ppo", "reinforce_plus_plus"]
 
@@ -33,3 +35,16 @@ ALGORITHMS = ["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo", "sapo", "ppo",
 def test_the_closest_is_the_one_with_the_fewest_typing_errors(typed: str, valid: list[str], wanted: str) -> None:
     assert closest(typed, valid) == wanted
     assert nearest(typed, valid) == (f"did you mean `{wanted}`? " if wanted else "")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("gsm8k-qwen2.5", "did you mean `gsm8k-qwen2-5`?"), ("My Run", "did you mean `my-run`?"), ("---", "")],
+)
+def test_a_name_with_wrong_characters_gets_one_with_right_ones(name: str, hint: str) -> None:
+    values = {"name": name, "model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+    with pytest.raises(ValidationError) as error:
+        RunSpec.model_validate(values)
+    (problem,) = explain(error.value, RunSpec, {}, values)
+    assert (problem.where, problem.hint) == ("name", hint)
+    assert problem.what.startswith(repr(name))

@@ -8,11 +8,12 @@ import socket
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlhfless.spec import LoggingSpec
+from rlhfless.spec import RunSpec
 from rlhfless.telemetry.metrics import UndeclaredMetric
 from rlhfless.telemetry.open_sinks import open_sinks
 from rlhfless.telemetry.prometheus import PortInUse, PrometheusSink
@@ -187,10 +188,14 @@ def test_closing_frees_the_port(port: int) -> None:
     PrometheusSink(port, "two").close()
 
 
+def spec_with(**logging: Any) -> RunSpec:
+    values = {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "rewards": [{"type": "exact_match"}]}
+    return RunSpec.model_validate(values | {"logging": logging})
+
+
 def test_the_spec_says_which_sinks_there_are(tmp_path: Path, port: int) -> None:
     other = Remember()
-    spec = LoggingSpec(tensorboard=True, metrics_port=port)
-    sinks = open_sinks(spec, tmp_path, "demo-1", other)
+    sinks = open_sinks(spec_with(tensorboard=True, metrics_port=port), tmp_path, "demo-1", other)
     sinks.emit(1, VALUES)
     assert scrape(port)["rlhfless_reward_mean"] == 0.5
     sinks.close()
@@ -200,7 +205,7 @@ def test_the_spec_says_which_sinks_there_are(tmp_path: Path, port: int) -> None:
 
 
 def test_by_default_there_is_only_the_file(tmp_path: Path) -> None:
-    sinks = open_sinks(LoggingSpec(), tmp_path, "demo-1")
+    sinks = open_sinks(spec_with(), tmp_path, "demo-1")
     sinks.emit(1, VALUES)
     sinks.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

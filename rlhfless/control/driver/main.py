@@ -193,7 +193,7 @@ class _Attempt:
                     reporter.put("message", level="warning", message=warning)
                 (self._folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
             reporter.special_tokens = prepared.tokenizer.special_tokens
-            sinks = open_sinks(spec.logging, self._folder, self._order.run_id, console, reporter)
+            sinks = open_sinks(spec, self._folder, self._order.run_id, console, reporter)
             session = Session(
                 prepared, self._order.run_id, self._folder, reporter, sinks, reporter, self._order.priority
             )
