@@ -143,6 +143,8 @@ class Unseen:
 
     def emit(self, step: int, values: Any, samples: Any = None) -> None: ...
 
+    def responses(self, step: int, rows: Any) -> None: ...
+
     def waiting(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
-from zlib import crc32
+from typing import Any
 
 from rlhfless.environments.contract import Description
 from rlhfless.environments.kept_sessions import GivenAnswer
@@ -22,14 +21,6 @@ from rlhfless.functions.calls import ANSWER_S, Call, Reply
 from rlhfless.util.errors import class_and_line
 
 log = logging.getLogger(__name__)
-
-
-R = TypeVar("R")
-
-
-def replica_of(replicas: Sequence[R], session: object) -> R:
-    """Return the replica of a session, by its key: the same one for each actor, step and attempt."""
-    return replicas[crc32(str(session).encode()) % len(replicas)]
 
 
 class SessionLeft(Exception):

@@ -36,10 +36,9 @@ from rlhfless.functions.environment.remote import (
     RemoteEnvironment,
     SessionLeft,
     SessionParked,
-    replica_of,
 )
 from rlhfless.functions.generation.engine import Sampled
-from rlhfless.functions.generation.messages import SampleItem
+from rlhfless.functions.generation.messages import SampleItem, replica_of
 from rlhfless.functions.generation.rollouter import PriorTurn, Response, SampleTask, continued
 from rlhfless.records import EpisodeStatus, EpisodeTurn, FinishReason, Rollout, RouteSpan, VersionSpan, routes_within
 from rlhfless.spec import EnvironmentSpec, ModelSpec, RunSpec

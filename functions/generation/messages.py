@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+from zlib import crc32
 
 from rlhfless.functions.calls import Reply
 from rlhfless.prefixes.tree import to_precompute
 from rlhfless.records import IntArray, Rollout
 from rlhfless.spec import Transport
+
+R = TypeVar("R")
 
 SampleKey = tuple[str, int]
 """(prompt ID, sample index): the name of a sample within its step."""
@@ -50,6 +53,11 @@ class SampleItem:
     @property
     def key(self) -> SampleKey:
         return (self.prompt_id, self.sample_index)
+
+
+def replica_of(replicas: Sequence[R], session: object) -> R:
+    """Return the replica of a session, by its key: the same one for each actor, step and attempt."""
+    return replicas[crc32(str(session).encode()) % len(replicas)]
 
 
 @dataclass(frozen=True, slots=True)

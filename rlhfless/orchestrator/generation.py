@@ -22,8 +22,13 @@ import numpy as np
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
-from rlhfless.functions.environment.remote import replica_of
-from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, Progress, StreamEnd
+from rlhfless.functions.generation.messages import (
+    GenerateRequest,
+    GenerationEvent,
+    Progress,
+    StreamEnd,
+    replica_of,
+)
 from rlhfless.orchestrator.prompt_kv import Precomputation, PrefillActors
 from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.orchestrator.stage_samples import StageSamples

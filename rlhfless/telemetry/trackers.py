@@ -76,7 +76,7 @@ class TrackerSink:
     def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         """See MetricSink. Of `samples`, only their mean is sent."""
         means = {f"{name}/mean": math.fsum(many) / len(many) for name, many in samples.items() if many}
-        finite = {name: float(value) for name, value in (values | means).items() if math.isfinite(value)}
+        finite = {name: float(value) for name, value in {**values, **means}.items() if math.isfinite(value)}
         self._put(lambda tracker: tracker.log(step, finite))
 
     def responses(self, step: int, rows: Responses) -> None:
@@ -160,7 +160,7 @@ class _Wandb:
 
     def table(self, step: int, rows: Responses) -> None:
         columns = _columns(rows)
-        table = self._wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in rows])
+        table = self._wandb.Table(columns=[*columns], data=[[row.get(name) for name in columns] for row in rows])
         self._run.log({"responses": table}, step=step)
 
     def finish(self) -> str:
@@ -239,7 +239,7 @@ class _Trackio:
         self._run.log({"responses": self._trackio.Table(dataframe=pandas.DataFrame(rows))}, step=step)
 
     def finish(self) -> str:
-        self._run.finish()
+        self._run.finish()  # type: ignore[no-untyped-call]
         return f"see it with `trackio show --project {self._project}`"
 
 

@@ -9,6 +9,7 @@ from rlhfless.environments.protocol import EnvironmentFailed
 from rlhfless.functions.calls import Call
 from rlhfless.functions.environment import remote
 from rlhfless.functions.environment.remote import EnvironmentReplicas, SessionLeft
+from rlhfless.functions.generation.messages import replica_of
 from rlhfless.sim.virtual_loop import run_virtual
 
 CALL = Call("run", 1, 1)
@@ -48,10 +49,10 @@ async def ended(replicas: EnvironmentReplicas, *methods: str) -> list[tuple[str,
 
 def test_sessions_keep_their_replica_and_spread_evenly():
     names = ["e-0", "e-1", "e-2"]
-    chosen = [remote.replica_of(names, f"prompt/{number}") for number in range(3000)]
-    assert chosen == [remote.replica_of(names, f"prompt/{number}") for number in range(3000)]
+    chosen = [replica_of(names, f"prompt/{number}") for number in range(3000)]
+    assert chosen == [replica_of(names, f"prompt/{number}") for number in range(3000)]
     assert all(900 < chosen.count(name) < 1100 for name in names)
-    assert remote.replica_of(["e-0"], 7) == "e-0"
+    assert replica_of(["e-0"], 7) == "e-0"
 
 
 def test_a_call_that_finds_the_replica_lost_ends_all_others():
