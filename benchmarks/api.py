@@ -44,11 +44,9 @@ def demo(model: Path, steps: int) -> dict[str, Any]:
     return spec | {"steps": steps}
 
 
-def up(
-    data: Path, *models: Path, usual_priority: bool = False, drivers: int = 1, options: tuple[str, ...] = ()
-) -> tuple[str, float, float]:
-    """Start a service for `drivers` runs at a time; return its address, and the seconds until it answered and until
-    runs could start. `options`: further options of `rlhfless up`."""
+def up(data: Path, *models: Path, usual_priority: bool = False, drivers: int = 1) -> tuple[str, float, float]:
+    """Start a service for so many runs at a time; returns its address, and the seconds until it answered and until runs
+    could start."""
     began_s = time.monotonic()
     command = [
         *(("setpriv", "--bounding-set", "-sys_nice") if usual_priority else ()),
@@ -62,7 +60,6 @@ def up(
         "--max-drivers",
         str(drivers),
         *(word for model in models for word in ("--root", str(model))),
-        *options,
     ]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     answers_s = time.monotonic() - began_s
