@@ -92,7 +92,7 @@ class LoggingSpec(SpecModel):
     record_tokens: bool = False
     """Record prompts in the trace, and the text, token ids and logprobs of every response."""
 
-    trackers: tuple[TrackerSpec, ...] = ()
+    trackers: Annotated[tuple[TrackerSpec, ...], Field(max_length=8)] = ()
     """Trackers of experiments that get the metrics, the spec and some responses. See docs/trackers.md."""
 
 
