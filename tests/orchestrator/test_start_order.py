@@ -19,8 +19,8 @@ class Started:
         self.name, self.said = name, said
         self.allocations = tuple(Allocation.of([device]) for device in devices)
 
-    async def ready(self, call: Any) -> None:
-        del call
+    async def ready(self, call: Any, slot: int = 0) -> None:
+        del call, slot
         self.said.append(f"{self.name} begins")
         await asyncio.sleep(0)
         self.said.append(f"{self.name} is up")
