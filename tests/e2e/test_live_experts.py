@@ -34,6 +34,7 @@ def opening(assets: Path, folder: Path, actors: int = 1, **changes: Any) -> Sess
         "optimizer": {"learning_rate": 1e-2},
         "learner": {"ranks": 2, "threads": 1},
         "steps": STEPS,
+        "mini_batches": 1,
     }
     return fault_opening(assets, folder, actors=actors, **(options | changes))
 

@@ -48,9 +48,8 @@ def config_of(family: str, vocabulary: int = 40, context_tokens: int = 128) -> A
         )  # fmt: skip
     assert family == "gpt_oss"
     return GptOssConfig(
-        **shape, intermediate_size=64, num_local_experts=EXPERTS, num_experts_per_tok=K, sliding_window=16,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
+        **shape, intermediate_size=64, num_local_experts=EXPERTS, num_experts_per_tok=K, sliding_window=16
+    )
 
 
 FAMILIES = ("qwen3_moe", "qwen3_5_moe_text", "gpt_oss", "glm4_moe", "mixtral")

@@ -84,6 +84,13 @@ def test_a_quantised_model_is_left_to_its_loader(llama):
     assert faults(llama) == ""
 
 
+@pytest.mark.parametrize(("method", "config"), [("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config")])
+def test_a_base_that_is_not_trained_in_its_format_is_refused_by_name(llama, method, config):
+    edit_json(llama, "config.json", lambda values: values.update(quantization_config={"quant_method": method}))
+    assert faults(llama).startswith(f"model.path: its weights are in {method}, which is not trained")
+    assert f"quantization_config=transformers.{config}(dequantize=True)" in faults(llama)
+
+
 # -- tensors
 
 

@@ -248,7 +248,7 @@ class _Recorder:
 
 def _set_loader(tensor: Any, loader: Callable[..., object] | None) -> None:
     if loader is None:
-        del tensor.weight_loader
+        vars(tensor).pop("weight_loader", None)  # of a tensor that two layers have, it is gone already
     else:
         tensor.weight_loader = loader
 
