@@ -1,4 +1,5 @@
-"""Arrange several runs of a scenario on one cluster: sequentially, on separate parts, or in turns by phase.
+"""Arrange several runs of a scenario on one cluster: sequentially, on separate parts, in turns by phase, or, if they
+train adapters, with shared engines (rlhfless.sim.experiment.fleets).
 
 Each run is simulated alone on its devices, with its own seed; turns consist of its phases. With turns, the reference
 works after generation, although it may start earlier alone where it has devices of its own.
@@ -18,9 +19,11 @@ from rlhfless.records.traces import Trace
 from rlhfless.scaling.policies.contract import keeps
 from rlhfless.scaling.turn_scheduler import TurnScheduler
 from rlhfless.sim.experiment.contracts import span_of
+from rlhfless.sim.experiment.fleets import FleetEngine, FleetStep, share_engines
 from rlhfless.sim.experiment.run import ExperimentTask, FleetShape, layout_of
 from rlhfless.sim.experiment.run import run as simulated
 from rlhfless.sim.scenarios.build import ScenarioLayout
+from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.scenarios.scenario import CheapestContract, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.timing import DoesNotFit, learner_devices_needed
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
@@ -101,6 +104,10 @@ class _Arranger:
                 yield made
         if (apart := self._apart()) is not None:
             yield apart
+        if self._alone.scenario.learner.adapters and self._runs > 1:
+            fleets = [made for learner in self._learner_sizes() if (made := self._fleet(learner)) is not None]
+            if fleets:
+                yield min(fleets, key=attrgetter("makespan_s"))
 
     def _parts(self, parts: int, tenants: int) -> Arrangement | None:
         """Divide the cluster into `parts` equal parts of `tenants` runs in turns; None if a run does not fit."""
@@ -129,6 +136,42 @@ class _Arranger:
         used = sum(timeline.busy_s.values()) / (2 * timeline.makespan_s)
         mean_end_s = sum(timeline.ends_s) / self._runs
         return Arrangement(name, timeline.makespan_s, mean_end_s, used, self._kept(timeline.ends_s))
+
+    def _learner_sizes(self) -> list[int]:
+        """Return the numbers of learner devices with which fleets are tried."""
+        scenario = self._alone.scenario
+        needed = learner_devices_needed(scenario, scenario.cluster.machines[0].kind)
+        sizes = {needed, *(-(-self._devices * quarter // 4) for quarter in (1, 2, 3))}
+        return sorted(size for size in sizes if needed <= size < self._devices)
+
+    def _fleet(self, learner: int) -> Arrangement | None:
+        """Share engines token by token, with learners in turns; None if a run does not fit."""
+        scenario = self._alone.scenario
+        shape = FleetShape(ScenarioPlacementSpec(mode="disaggregated", learner_devices=learner))
+        try:
+            phases = self._alone.phases(shape, self._runs, None)
+        except DoesNotFit:
+            return None
+        layout = layout_of(scenario, shape)
+        engines = [
+            FleetEngine(each.prices.model, each.engine.max_sequences, each.engine.kv_blocks * each.engine.block_tokens)
+            for each in layout.actors()
+        ]
+        steps = [
+            [
+                FleetStep(batch, learned.work_s, learned.before_s)
+                for batch, learned in zip(batches(scenario, seed), of_run[1::2], strict=False)
+            ]
+            for seed, of_run in enumerate(phases)
+        ]
+        slot = layout.learner().slot_setup
+        timeline = share_engines(steps, engines, slot.sleep_s, slot.wake_s)
+        made_s = timeline.makespan_s
+        of_engines = sum(timeline.engines_busy_s) / len(engines) * (self._devices - learner)
+        used = (of_engines + timeline.learning_s * learner) / (made_s * self._devices)
+        name = f"{self._devices - learner} devices for engines shared by adapters, {learner} for learners in turns"
+        mean_end_s = sum(timeline.ends_s) / self._runs
+        return Arrangement(name, made_s, mean_end_s, used, self._kept(timeline.ends_s))
 
     def _arrangement(
         self,
