@@ -209,6 +209,11 @@ def remove(location: str) -> None:
         files.rm(path, recursive=True)
 
 
+def is_of_model(name: str) -> bool:
+    """Return whether a file of a checkpoint, by its path there, belongs to the model or tokenizer."""
+    return name != NOTES_FILE and not name.startswith(f"{STATE_FOLDER}/")
+
+
 def export_model(location: str, folder: Path, complete: Callable[[Path, Path], None] | None = None) -> CheckpointNotes:
     """Copy a checkpoint's model and tokenizer to a new folder, without the learner's state, and return its notes.
 
@@ -230,7 +235,7 @@ def export_model(location: str, folder: Path, complete: Callable[[Path, Path], N
     try:
         for name in files.find(path):
             relative = name[len(path) :].lstrip("/")
-            if relative != NOTES_FILE and not relative.startswith(f"{STATE_FOLDER}/"):
+            if is_of_model(relative):
                 (fresh / relative).parent.mkdir(parents=True, exist_ok=True)
                 files.get_file(name, str(fresh / relative))
         if complete is not None:

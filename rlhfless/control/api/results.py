@@ -30,7 +30,7 @@ from rlhfless.control.objects import (
 from rlhfless.control.run_files import trace_of
 from rlhfless.control.service import Service
 from rlhfless.planning.objects import PlannedCost
-from rlhfless.records.checkpoints import files_of
+from rlhfless.records.checkpoints import files_of, is_of_model
 from rlhfless.telemetry.logs import LOG_FILE as RUN_LOG
 from rlhfless.util.text import redacted_text, tail
 
@@ -146,14 +146,40 @@ async def download_checkpoint(service: OfService, run_id: str, checkpoint_id: st
     return _answer(checkpoint["location"], f"{run_id}-{checkpoint_id}")
 
 
+@router.get(
+    "/runs/{run_id}/adapter", responses=TAR_DOC, response_class=StreamingResponse, summary="Download the adapter"
+)
+async def download_adapter(
+    service: OfService,
+    run_id: str,
+    step: Annotated[
+        int | None, Query(ge=0, le=MOST_INTEGER, description="Of the checkpoint of this step; by default the newest.")
+    ] = None,
+) -> StreamingResponse:
+    """Download the adapter of a run with `model.lora`, with its tokenizer, in PEFT's format."""
+    run = await service.run(run_id)
+    if not (run.spec.get("model") or {}).get("lora"):
+        raise ApiError(409, "no_adapter", f"run {run_id} trains all weights; download a checkpoint", "model.lora")
+    found = [entry for entry in run.checkpoints if step in (None, entry["step"])]
+    kept = ", ".join(str(entry["step"]) for entry in run.checkpoints) or "none"
+    if not found:
+        which = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
+        raise ApiError(404, "not_found", f"run {run_id} has {which}; it has those of steps: {kept}", "step")
+    newest = max(found, key=lambda entry: int(entry["step"]))
+    if not await asyncio.to_thread(_has_files, newest["location"]):
+        message = f"the checkpoint of step {newest['step']} is not in {newest['location']} any more"
+        raise ApiError(404, "not_found", message)
+    return _answer(newest["location"], f"{run_id}-step-{newest['step']:06d}-adapter", model_only=True)
+
+
 def _has_files(location: str) -> bool:
     files, root = files_of(location)
     return bool(files.find(root))
 
 
-def _answer(location: str, name: str) -> StreamingResponse:
+def _answer(location: str, name: str, *, model_only: bool = False) -> StreamingResponse:
     headers = {"Content-Disposition": f'attachment; filename="{name}.tar"'}
-    return StreamingResponse(_in_thread(_tar(location, name)), media_type=TAR, headers=headers)
+    return StreamingResponse(_in_thread(_tar(location, name, model_only)), media_type=TAR, headers=headers)
 
 
 async def _in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
@@ -164,11 +190,13 @@ async def _in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def _tar(location: str, name: str) -> Iterator[bytes]:
-    """Yield a tar file of a folder or URL. A file's size is fixed when it is reached: later appends and removed files
-    are left out."""
+def _tar(location: str, name: str, model_only: bool) -> Iterator[bytes]:
+    """Yield a tar file of a folder or URL; with `model_only`, of a checkpoint without the state to resume from. The
+    size of a file is fixed when it is reached: later appends and removed files are left out."""
     files, root = files_of(location)
     for path in sorted(files.find(root)):
+        if model_only and not is_of_model(str(Path(path).relative_to(root))):
+            continue
         try:
             size = int(files.size(path))
             with files.open(path, "rb") as stream:
