@@ -18,10 +18,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
-from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo, Reply, StaleCall, settings_key
+from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo, Reply, SharedNow, StaleCall, settings_key
 from rlhfless.functions.devices import Planned, require_shareable
 from rlhfless.functions.loopback import bind_replica_to_loopback
 from rlhfless.records import SleepTier, Slept
@@ -82,7 +82,7 @@ def admitted(
         self.admit(call)
         start_s = time.time()
         worked = await body(self, call, *arguments, **keywords)
-        return self.reply(worked.value, start_s, worked.usage)
+        return self.metered(self.reply(worked.value, start_s, worked.usage), call)
 
     return method
 
@@ -128,14 +128,22 @@ class Function:
         self.admit(call)
         return self.reply(self.info(), time.time())
 
-    async def renew(self, call: Call) -> Reply[None]:
-        """Renew the replica's lease."""
+    async def renew(self, call: Call) -> Reply[SharedNow | None]:
+        """Renew the replica's lease; return the state of a replica that several runs share."""
         self.admit(call)
         return self.reply(None, time.time())
 
     def reply(self, value: T, start_s: float, usage: CallUsage | None = None) -> Reply[T]:
         """Wrap the result of a body that ends now."""
         return Reply(self.incarnation, value, start_s, time.time(), usage or CallUsage())
+
+    def metered_s(self, call: Call) -> float | None:  # noqa: ARG002
+        """Return the seconds that the call's run has used of a replica that it shares; None for one of its own."""
+        return None
+
+    def metered(self, reply: Reply[T], call: Call) -> Reply[T]:
+        """Return the reply with what the call's run has used."""
+        return replace(reply, metered_s=self.metered_s(call))
 
     async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:
         """Release the memory of the replica's devices but keep its processes; idempotent.
@@ -150,13 +158,14 @@ class Function:
         self.admit(call)
         return self.reply(None, time.time())
 
-    async def stop(self, call: Call) -> Reply[None]:
-        """End the replica's own processes; the fleet then deletes the replica itself."""
+    async def stop(self, call: Call) -> Reply[SharedNow | None]:
+        """End the replica's own processes; the fleet then deletes the replica itself. Returns as `renew`."""
         self.admit(call)
         return self.reply(None, time.time())
 
-    def info(self, pids: tuple[int, ...] = (), step: int = 0) -> ReplicaInfo:
-        return ReplicaInfo(self.incarnation, os.getpid(), os.uname().nodename, pids, self._settings_key, step)
+    def info(self, pids: tuple[int, ...] = (), step: int = 0, metered_s: float | None = None) -> ReplicaInfo:
+        of_process = self.incarnation, os.getpid(), os.uname().nodename, pids
+        return ReplicaInfo(*of_process, self._settings_key, step, metered_s=metered_s)
 
     def clean_up(self) -> None:
         """Remove the replica's files outside its processes. Called when its driver is permanently gone."""

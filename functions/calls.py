@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rlhfless.util.errors import UserError
 
@@ -51,6 +51,48 @@ class Reply(Generic[T]):
     start_s: float
     end_s: float
     usage: CallUsage = CallUsage()
+    metered_s: float | None = None
+    """Seconds that the run has used so far of a replica that it shares with others; None for one of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunShare:
+    """What a run uses of a shared engine."""
+
+    busy_s: float
+    """Its part of the time of the engine's iterations."""
+    waiting: int = 0
+    """Requests before the engine."""
+    running: int = 0
+    present: bool = True
+    """Whether the run has not left."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedNow:
+    """The state of an engine that several runs share."""
+
+    fleet: str
+    """See rlhfless.scaling.fleets."""
+    engine: str
+    """Name of its application."""
+    incarnation: str
+    terms: Mapping[str, Any]
+    """What is equal in all of its runs."""
+    slots: int
+    """Versions that it can have."""
+    started_s: float
+    """Unix time at which its start began."""
+    up_s: float
+    """Unix time from which it could generate."""
+    now_s: float
+    runs: Mapping[str, RunShare]
+    """By run id: those that are there, and those that have left."""
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which it was up and generated for no run."""
+        return max(self.now_s - self.up_s - sum(each.busy_s for each in self.runs.values()), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +112,8 @@ class ReplicaInfo:
     """For a generation actor: capacity of its KV cache in tokens; 0 if the engine does not report it."""
     start_seconds: Mapping[str, float] = field(default_factory=dict)
     """For a generation actor: the duration of each phase of its engine's start, by StartPhase."""
+    metered_s: float | None = None
+    """See Reply."""
     log: str = ""
     """For a generation actor: the file on its host with its engine's output."""
 

@@ -87,7 +87,8 @@ def _engine(
         size = DTYPE_BYTES[spec.model.dtype] * draft.parameters // engine.devices_per_actor
         parts = (*parts, MemoryPart("draft's weights", size))
     if spec.publishes_adapters:
-        slots = MemoryPart("slots of adapters", stored_versions(spec) * published_bytes(shape, spec))
+        runs = 1 if spec.placement.share is None else spec.placement.tenants
+        slots = MemoryPart("slots of adapters", runs * stored_versions(spec) * published_bytes(shape, spec))
         parts = (*parts, slots)
     if not on_gpu:
         return parts, int((engine.kv_cache_gib or CPU_KV_GIB) * GIB)
@@ -127,6 +128,7 @@ GENERATION = FunctionSpec(
     _generation,
     lambda spec: Bounds(spec.scaling.generation.min_actors, "scaling.generation.min_actors are not released"),
     engine_phases,
+    shared="rlhfless.functions.generation.shared:SharedGenerationFunction",
 )
 
 PREFILL = FunctionSpec(

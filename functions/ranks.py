@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import CallResult, DistributedSettings, Function, RankPlace, admitted
-from rlhfless.functions.calls import Call, CallUsage, FunctionBroken, ReplicaInfo
+from rlhfless.functions.calls import Call, CallUsage, FunctionBroken, ReplicaInfo, SharedNow
 from rlhfless.functions.devices import ALLOCATOR, EXPANDABLE, PINNED, naming_memory_errors, require_cuda
 from rlhfless.functions.loopback import (
     LOOPBACK,
@@ -346,7 +346,7 @@ class DistributedFunction(Function):
         return 0
 
     @admitted
-    async def renew(self, _: Call) -> CallResult[None]:
+    async def renew(self, _: Call) -> CallResult[SharedNow | None]:
         """Renew the lease (see Function.renew) once all ranks answer.
 
         Raises FunctionBroken after SILENT_SHARE of a lease.
@@ -372,7 +372,7 @@ class DistributedFunction(Function):
         return CallResult(None)
 
     @admitted
-    async def stop(self, _: Call) -> CallResult[None]:
+    async def stop(self, _: Call) -> CallResult[SharedNow | None]:
         """Kill the ranks. The controller is unusable afterwards."""
         self._group.end()
         return CallResult(None)

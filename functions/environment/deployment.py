@@ -9,7 +9,7 @@ from rlhfless.environments.contract import Description, EnvironmentSource
 from rlhfless.environments.kept_sessions import GivenAnswer, KeptSessions
 from rlhfless.environments.workers import EnvironmentWorkers
 from rlhfless.functions.base import CallResult, DeviceBinding, Function, FunctionSettings, admitted
-from rlhfless.functions.calls import Call, ReplicaInfo
+from rlhfless.functions.calls import Call, ReplicaInfo, SharedNow
 from rlhfless.functions.launching import Launch, binding
 from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
@@ -81,7 +81,7 @@ class EnvironmentFunction(Function):
         return CallResult(None)
 
     @admitted
-    async def stop(self, _: Call) -> CallResult[None]:
+    async def stop(self, _: Call) -> CallResult[SharedNow | None]:
         """Stop the workers."""
         await self._sessions.stop()
         self._workers.close()

@@ -26,7 +26,8 @@ from rlhfless.functions.generation.engine import (
     SampleRequest,
 )
 from rlhfless.functions.generation.engine_function import EngineFunction, EngineFunctionSettings
-from rlhfless.functions.generation.episodes import EpisodeRollouter, EpisodeSettings
+from rlhfless.functions.generation.episodes import EpisodeSettings
+from rlhfless.functions.generation.members import Member, RunTerms
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
     GenerationEvent,
@@ -34,15 +35,16 @@ from rlhfless.functions.generation.messages import (
     Loaded,
     PrecomputeRequest,
     SampleKey,
+    StreamEnd,
 )
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.functions.launching import Launch, binding, is_shared
-from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
 from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec.imports import import_paths
 from rlhfless.util.tasks import gather_or_cancel
+from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import WeightCheckFailed, check_probe, default_tolerance
 
 log = logging.getLogger(__name__)
@@ -55,10 +57,20 @@ by nats, which exceeds it in every dtype."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSettings(EngineFunctionSettings):
-    probe_tolerance: float
-    """Largest difference between engine and learner in the logprob of a probe token."""
-    episodes: EpisodeSettings | None = None
-    """None in a run without an environment."""
+    run: RunTerms
+
+
+def terms_of(launch: Launch) -> RunTerms:
+    """Return what a run sets on its actors."""
+    spec = launch.spec
+    layers = None if launch.shape is None else launch.shape.layers
+    usual = default_tolerance(spec.model.dtype, layers, spec.generation.quantization)
+    return RunTerms(
+        store=launch.store,
+        probe_tolerance=spec.weights.probe_tolerance or usual,
+        lease=launch.lease,
+        episodes=EpisodeSettings.of(spec),
+    )
 
 
 class WrongVersion(RuntimeError):
@@ -68,11 +80,13 @@ class WrongVersion(RuntimeError):
 class GenerationFunction(EngineFunction):
     """A generation actor."""
 
+    _routes = False
+    """Whether samples record the experts that computed their tokens."""
+
     @staticmethod
     def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> GenerationSettings:
         """Return the settings of a replica for an allocation with bound devices."""
         spec, device = launch.spec, allocation.devices[0].kind
-        layers = None if launch.shape is None else launch.shape.layers
         on = binding(allocation.devices, exclusive=True, shared=is_shared(allocation))
         return GenerationSettings(
             run_id=launch.run_id,
@@ -80,27 +94,22 @@ class GenerationFunction(EngineFunction):
             engine=EngineSettings.of(
                 spec, on.kind, launch.store, launch.max_model_len, launch.kv_bytes(device), launch.routes_folder
             ),
-            probe_tolerance=spec.weights.probe_tolerance
-            or default_tolerance(spec.model.dtype, layers, spec.generation.quantization),
+            run=terms_of(launch),
             binding=on,
             run_folder=str(launch.run_folder.absolute()),
             planned=launch.planned(kind, allocation),
             import_paths=import_paths(),
-            episodes=EpisodeSettings.of(spec),
         )
 
     async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
-        if self._unfit is not None:
-            return
-        self._settings: GenerationSettings = settings
-        self._loaded: PublishedWeights | None = None
-        self._loading = asyncio.Lock()
-        self._runs: dict[RequestRun, int] = {}
-        """Running requests, each with the attempt that asked."""
-        self._cached = CachedBlocks(self._engine.block_tokens)
-        episodes = settings.episodes
-        self._rollouter = None if episodes is None else EpisodeRollouter(episodes, episodes.chat_format())
+        self._store, self._routes = settings.run.store, bool(settings.engine.routes_folder)
+        if self._unfit is None:
+            self._alone = Member(self._engine, settings.run)
+
+    def _member(self, call: Call) -> Member:  # noqa: ARG002
+        """Return the run that calls."""
+        return self._alone
 
     @admitted
     async def load(self, call: Call, published: PublishedWeights, *, in_flight: bool = False) -> CallResult[Loaded]:
@@ -110,36 +119,27 @@ class GenerationFunction(EngineFunction):
         the probe fails, the run stops and learns from none of them. Raises StoreNotShared, and WeightCheckFailed, after
         which the replica serves nothing until a load passes.
         """
-        report = None
-        async with self._loading:
-            await self._end_earlier(call)
-            if self._loaded is None or self._loaded.version != published.version:
-                self._loaded = None
-                self._settings.engine.store.require_shared()
+        report, member = None, self._member(call)
+        async with member.loading:
+            await member.end_earlier(call.attempt)
+            if member.loaded is None or member.loaded.version != published.version:
+                member.loaded = None
+                member.terms.store.require_shared()
                 with self.engine_faults("a load"):
                     # Wake the weights before KV: a load may need memory that KV uses.
-                    await self._engine.wake("weights")
-                    report = await self._load_and_check(published, in_flight)
-                self._loaded = published
-            elif self._engine.rest.tier is not None:
+                    await member.engine.wake("weights")
+                    report = await self._load_and_check(member, published, in_flight)
+                member.loaded = published
+            elif member.engine.rest.tier is not None:
                 with self.engine_faults("waking up"):
-                    await self._wake_and_check()
+                    await self._wake_and_check(member)
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         transport, read_back = (None, published.tensors) if report is None else (report.transport, report.read_back)
         return CallResult(Loaded(published.version.label, transport, read_back), usage)
 
-    async def _end_earlier(self, call: Call) -> None:
-        """Drop the samples of earlier attempts.
-
-        A killed driver's stream ends only at its next yield, and the resuming driver may arrive before that.
-        """
-        for run, attempt in list(self._runs.items()):
-            if attempt < call.attempt:
-                await run.cancel()
-
-    async def _load_and_check(self, published: PublishedWeights, in_flight: bool) -> LoadReport | None:
-        self._cached.clear()
-        engine, tokens = self._engine, published.probe.token_ids
+    async def _load_and_check(self, member: Member, published: PublishedWeights, in_flight: bool) -> LoadReport | None:
+        member.cached.clear()
+        engine, tokens, tolerance = member.engine, published.probe.token_ids, member.terms.probe_tolerance
         if engine.rest.parts or engine.rest.empty:
             report = await engine.load(published)  # checks what the model consumed
             await engine.wake()
@@ -147,8 +147,8 @@ class GenerationFunction(EngineFunction):
         else:  # the engine handles the two messages in the order they are sent
             load = engine.load(published, in_flight=True) if in_flight else engine.load(published)
             report, logprobs = await asyncio.gather(load, engine.logprobs(tokens))
-        with _read_back_decides(report, published, logprobs, self._settings.probe_tolerance):
-            check_probe(published.version, published.probe, logprobs, self._settings.probe_tolerance)
+        with _read_back_decides(report, published, logprobs, tolerance):
+            check_probe(published.version, published.probe, logprobs, tolerance)
         return report
 
     async def generate(self, call: Call, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
@@ -157,16 +157,20 @@ class GenerationFunction(EngineFunction):
         Raises WrongVersion, or TimeoutError after `request.timeout_s`.
         """
         self.admit(call)
-        await self._require_version(request)
-        routes = bool(self._settings.engine.routes_folder)
-        run = RequestRun(self._engine, request, call, self.incarnation, self._cached, self._rollouter, routes=routes)
-        self._runs[run] = call.attempt
+        member = self._member(call)
+        await self._require_version(member, request)
+        run = RequestRun(
+            member.engine, request, call, self.incarnation, member.cached, member.rollouter, routes=self._routes
+        )
+        member.requests[run] = call.attempt
         try:
             with self.engine_faults("generation"):
                 async for event in run.events():
+                    if isinstance(event, StreamEnd):
+                        event = replace(event, reply=self.metered(event.reply, call))
                     yield event
         finally:
-            del self._runs[run]
+            del member.requests[run]
             await run.cancel()
 
     async def precompute(self, call: Call, request: PrecomputeRequest) -> Reply[tuple[KvTransfer | None, ...]]:
@@ -175,16 +179,17 @@ class GenerationFunction(EngineFunction):
         Raises WrongVersion.
         """
         self.admit(call)
-        await self._require_version(request)
+        member = self._member(call)
+        await self._require_version(member, request)
         start_s = time.time()
         with self.engine_faults("a precomputation"):
-            expected = [self._cached.add(prefix) for prefix in request.prefixes]
+            expected = [member.cached.add(prefix) for prefix in request.prefixes]
             offers = request.offers or (None,) * len(request.prefixes)
             transfers = [OFFER if request.offer else offer for offer in offers]
             # Concurrently: an engine admits requests in order, so a prefix hits the prefixes that it starts with.
             done = await gather_or_cancel(
                 *(
-                    self._prefill(prefix, request.version, transfer)
+                    self._prefill(member, prefix, request.version, transfer)
                     for prefix, transfer in zip(request.prefixes, transfers, strict=True)
                 )
             )
@@ -196,71 +201,81 @@ class GenerationFunction(EngineFunction):
             sequences=len(request.prefixes),
             version=request.version,
         )
-        return self.reply(tuple(sampled.kv_offer for sampled in done), start_s, usage)
+        return self.metered(self.reply(tuple(sampled.kv_offer for sampled in done), start_s, usage), call)
 
-    async def _prefill(self, prefix: tuple[int, ...], version: str, kv_transfer: KvTransfer | None) -> Sampled:
+    async def _prefill(
+        self, member: Member, prefix: tuple[int, ...], version: str, kv_transfer: KvTransfer | None
+    ) -> Sampled:
         """Prefill by generating a single token, which is dropped."""
         name = f"{self.incarnation}-prefix-{uuid4().hex}"
         prefill = SampleRequest(name, prefix, seed=None, max_tokens=1, temperature=0.0, cache_salt=version)
-        return await self._engine.sample(replace(prefill, kv_transfer=kv_transfer))
+        return await member.engine.sample(replace(prefill, kv_transfer=kv_transfer))
 
-    async def _require_version(self, request: GenerateRequest | PrecomputeRequest) -> None:
+    async def _require_version(self, member: Member, request: GenerateRequest | PrecomputeRequest) -> None:
         """Raise WrongVersion unless the engine serves the version; with `or_newer`, first wait for a running load."""
         if request.or_newer:
-            async with self._loading:
+            async with member.loading:
                 pass
-        serving = None if self._loaded is None else self._loaded.version
+        serving = None if member.loaded is None else member.loaded.version
         asked = WeightVersion.parse(request.version)
         if serving != asked and not (request.or_newer and serving is not None and serving.step > asked.step):
             label = None if serving is None else serving.label
             raise WrongVersion(f"{request.actor} was asked for {request.version} and serves {label}")
 
     @admitted
-    async def abort(self, _: Call, keys: Sequence[SampleKey] | None = None) -> CallResult[int]:
+    async def abort(self, call: Call, keys: Sequence[SampleKey] | None = None) -> CallResult[int]:
         """Stop the samples of `keys`, or all if None; their streams yield the tokens so far. Idempotent."""
         with self.engine_faults("an abort"):
-            aborted = sum([await run.abort(keys) for run in list(self._runs)])
+            aborted = sum([await run.abort(keys) for run in list(self._member(call).requests)])
         return CallResult(aborted)
 
     @admitted
     async def sleep(self, call: Call, tier: SleepTier) -> CallResult[Slept]:
         """Put the drained engine to sleep; see Engine.sleep. Raises EngineBusy."""
-        async with self._loading:
-            await self._end_earlier(call)
+        member = self._member(call)
+        async with member.loading:
+            await member.end_earlier(call.attempt)
             with self.engine_faults("falling asleep"):
-                slept = await self._engine.sleep(tier)
-            self._cached.clear()
-            if self._engine.rest.empty:
-                self._loaded = None
+                slept = await member.engine.sleep(tier)
+            member.cached.clear()
+            if member.engine.rest.empty:
+                member.loaded = None
         return CallResult(slept)
 
     @admitted
-    async def wake(self, _: Call) -> CallResult[None]:
+    async def wake(self, call: Call) -> CallResult[None]:
         """Wake the engine and probe retained weights. Raises WeightCheckFailed if they changed.
 
         After DROPPED the actor serves nothing until a load, which wakes it implicitly.
         """
-        async with self._loading:
-            if self._engine.rest.tier is not None:
+        member = self._member(call)
+        async with member.loading:
+            if member.engine.rest.tier is not None:
                 with self.engine_faults("waking up"):
-                    await self._wake_and_check()
+                    await self._wake_and_check(member)
         return CallResult(None)
 
-    async def _wake_and_check(self) -> None:
+    @staticmethod
+    async def _wake_and_check(member: Member) -> None:
         """Wake the engine and probe the retained weights."""
-        await self._engine.wake()
-        if self._loaded is not None:
-            version, probe = self._loaded.version, self._loaded.probe
-            logprobs = await self._engine.logprobs(probe.token_ids)
-            check_probe(version, probe, logprobs, OF_ROUNDING * self._settings.probe_tolerance)
+        await member.engine.wake()
+        if member.loaded is not None:
+            version, probe = member.loaded.version, member.loaded.probe
+            logprobs = await member.engine.logprobs(probe.token_ids)
+            check_probe(version, probe, logprobs, OF_ROUNDING * member.terms.probe_tolerance)
 
     def clean_up(self) -> None:
         """Delete the node's weight cache, which outlives processes.
 
         The run's other actors on this node are abandoned too.
         """
-        if self._settings.engine.store.token:
-            shutil.rmtree(self._settings.engine.store.folder, ignore_errors=True)
+        remove_cache(self._store)
+
+
+def remove_cache(store: StoreAddress) -> None:
+    """Remove a run's weights from this node, if it has a cache of its own."""
+    if store.token:
+        shutil.rmtree(store.folder, ignore_errors=True)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Literal, Protocol, Self
 
 from rlhfless.functions.generation.messages import KvTransfer
 from rlhfless.records import FinishReason, PublishedWeights, RouteSpan, SleepTier, Slept, VersionSpan, WeightVersion
+from rlhfless.scaling.fleets import shared_rank
 from rlhfless.scaling.memory import stored_versions
 from rlhfless.spec import DType, EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec, Transport
 from rlhfless.spec.fleet import KvConnector
@@ -58,17 +59,28 @@ class AdapterSlots:
     """Versions that can be in use at the same time."""
     targets: tuple[str, ...]
     """Patterns of the names of the linear layers with an adapter."""
+    runs: int = 1
+    """Most runs whose versions it has; each may use an equal part of the slots."""
+
+    @property
+    def per_run(self) -> int:
+        return self.slots // self.runs
 
     @classmethod
     def of(cls, run: RunSpec) -> AdapterSlots | None:
         """Return the slots of a run; None if its versions have all weights.
 
         While a sample of a step is in progress, the newest version is of the step before, and the sample's is at most
-        `steps_ahead` older. So slots for the versions in the learner's store are enough.
+        `steps_ahead` older. So slots for the versions in the learner's store are enough. An engine that several runs
+        share has so many for each.
         """
         if not run.publishes_adapters or run.model.lora is None:
             return None
-        return cls(run.model.lora.rank, stored_versions(run), run.model.lora.patterns)
+        rank, versions, patterns = run.model.lora.rank, stored_versions(run), run.model.lora.patterns
+        if run.placement.share is None:
+            return cls(rank, versions, patterns)
+        runs = run.placement.tenants
+        return cls(shared_rank(rank), versions * runs, patterns, runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +141,7 @@ class EngineSettings:
             quantization=run.generation.quantization,
             speculation=run.generation.speculation,
             kv_connector=run.scaling.prefill.connector,
-            sleeps=run.placement.in_turns,
+            sleeps=run.placement.engines_in_turns,
             adapters=AdapterSlots.of(run),
             routes_folder=routes_folder if run.replays_engine_routes else "",
         )
@@ -173,6 +185,8 @@ class SampleRequest:
     """Number of most likely tokens to report at the first position (`Sampled.first`)."""
     routes: str = ""
     """File for the routes of the generated tokens, in EngineSettings.routes_folder; empty: record none."""
+    run_id: str = ""
+    """The run whose newest adapter generates it, in an engine that several runs share."""
     kv_transfer: KvTransfer | None = None
     """OFFER: keep the KV of `token_ids` for other engines. An offer of another engine: fetch the KV from there."""
 
@@ -262,8 +276,8 @@ class Rest:
             raise EngineAsleep(f"cannot {purpose}: the engine has dropped its weights; load a version first")
 
 
-class Engine(Protocol):
-    """A running engine, created by `await SomeEngine.start(settings)`.
+class RunEngine(Protocol):
+    """An engine as a run uses it.
 
     The same seed generates the same tokens regardless of concurrent requests and drafts, and a continued response
     (`SampleRequest.drawn_tokens`) equals the uninterrupted one. Every wait is bounded by `settings.timeouts`. After
@@ -271,36 +285,9 @@ class Engine(Protocol):
     that need released memory or dropped weights of a sleeping engine raise EngineAsleep.
     """
 
-    settings: EngineSettings
-    log: Path
-    """The engine's output."""
-    loaded: WeightVersion | None
-    """The version being served; None while it is still the model folder's."""
-    start_seconds: dict[str, float]
-    """Seconds of each start phase (StartPhase) that the engine has and reports."""
-    kv_capacity_tokens: int
-    """Capacity of the KV cache in tokens; 0 if the engine does not report it."""
     block_tokens: int
     """Tokens per KV cache block: prefixes are shared in whole blocks."""
     rest: Rest
-
-    @classmethod
-    async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Self:
-        """Start the engine and wait until it can serve. Raises EngineTimeout, EngineDead.
-
-        Output is appended to `log_file`; without one, it is kept while the engine lives.
-        """
-        ...
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The engine's own processes."""
-        ...
-
-    @property
-    def usable(self) -> bool:
-        """Whether the engine can serve."""
-        ...
 
     async def sample(self, request: SampleRequest) -> Sampled:
         """Generate one response. Cancelling the caller cancels the request.
@@ -369,12 +356,65 @@ class Engine(Protocol):
         """Raise EngineDead if the engine has work but was silent for `limit_s`, that is, hangs."""
         ...
 
+
+class Engine(RunEngine, Protocol):
+    """A running engine, created by `await SomeEngine.start(settings)`."""
+
+    settings: EngineSettings
+    log: Path
+    """The engine's output."""
+    loaded: WeightVersion | None
+    """The version being served; None while it is still the model folder's."""
+    start_seconds: dict[str, float]
+    """Seconds of each start phase (StartPhase) that the engine has and reports."""
+    kv_capacity_tokens: int
+    """Capacity of the KV cache in tokens; 0 if the engine does not report it."""
+
+    @classmethod
+    async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Self:
+        """Start the engine and wait until it can serve. Raises EngineTimeout, EngineDead.
+
+        Output is appended to `log_file`; without one, it is kept while the engine lives.
+        """
+        ...
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The engine's own processes."""
+        ...
+
+    @property
+    def usable(self) -> bool:
+        """Whether the engine can serve."""
+        ...
+
     def kill(self) -> None:
         """End an unresponsive engine and all its processes. Idempotent."""
         ...
 
     async def stop(self) -> None:
         """End the engine within `timeouts.drain_s`. Unfinished requests raise EngineDead."""
+        ...
+
+
+class SharedEngine(Engine, Protocol):
+    """An engine with adapters of several runs. A run's failed load leaves it usable, and the others' adapters alone."""
+
+    shares: Mapping[str, float]
+    """Seconds of the engine's iterations so far, by run. They add up to the time in which it worked."""
+
+    async def load(
+        self, published: PublishedWeights, *, in_flight: bool = False, store: StoreAddress | None = None
+    ) -> LoadReport | None:
+        """Load a run's adapter from the run's store; see Engine.load. Only that run's requests must have ended."""
+        ...
+
+    async def logprobs(self, token_ids: tuple[int, ...], run_id: str = "") -> tuple[float, ...]:
+        """See Engine.logprobs; with the newest adapter of a run."""
+        ...
+
+    async def leave(self, run_id: str) -> None:
+        """Drop a run's adapters, once their requests have ended."""
         ...
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from rlhfless.functions.base import CallResult, DeviceBinding, Function, FunctionSettings, admitted
-from rlhfless.functions.calls import Call, FunctionBroken, ReplicaInfo
+from rlhfless.functions.calls import Call, FunctionBroken, ReplicaInfo, SharedNow
 from rlhfless.functions.devices import Planned, cuda_fault, engine_fault
 from rlhfless.functions.generation.engine import Engine, EngineDead, EngineSettings, EngineTimeout, engine_class
 from rlhfless.functions.generation.engine_log import log_file
@@ -46,13 +46,13 @@ class EngineFunction(Function):
                 raise fault or error from error
 
     @admitted
-    async def describe(self, _: Call) -> CallResult[ReplicaInfo]:
+    async def describe(self, call: Call) -> CallResult[ReplicaInfo]:
         """Describe the replica. Raises FunctionBroken if the engine is dead."""
         if not self._engine.usable:
             raise FunctionBroken("the engine is dead")
         engine = self._engine
         about = replace(
-            self.info(engine.pids),
+            self.info(engine.pids, metered_s=self.metered_s(call)),
             kv_capacity_tokens=engine.kv_capacity_tokens,
             start_seconds=engine.start_seconds,
             log=str(engine.log),
@@ -73,7 +73,7 @@ class EngineFunction(Function):
         return CallResult(None)
 
     @admitted
-    async def stop(self, _: Call) -> CallResult[None]:
+    async def stop(self, _: Call) -> CallResult[SharedNow | None]:
         """Shut the engine down. The replica answers nothing afterwards."""
         await self._engine.stop()
         return CallResult(None)

@@ -13,8 +13,8 @@ import numpy as np
 
 from rlhfless.functions.calls import Call, CallUsage, Reply
 from rlhfless.functions.generation.engine import (
-    Engine,
     EngineError,
+    RunEngine,
     Sampled,
     SampleRequest,
 )
@@ -60,7 +60,7 @@ class RequestRun:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RunEngine,
         request: GenerateRequest,
         call: Call,
         incarnation: str,

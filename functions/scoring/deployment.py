@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from rlhfless.functions.base import CallResult, DeviceBinding, DistributedSettings, Function, FunctionSettings, admitted
-from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo
+from rlhfless.functions.calls import Call, CallUsage, ReplicaInfo, SharedNow
 from rlhfless.functions.launching import Launch, binding
 from rlhfless.functions.ranks import DistributedFunction, RankActor
 from rlhfless.records import Group, Prompt, Sample, Score
@@ -65,7 +65,7 @@ class ScoringFunction(Function):
         return CallResult(self.info(self._rewards.pids))
 
     @admitted
-    async def stop(self, _: Call) -> CallResult[None]:
+    async def stop(self, _: Call) -> CallResult[SharedNow | None]:
         """Stop the workers."""
         self._rewards.close()
         return CallResult(None)

@@ -16,6 +16,7 @@ from rlhfless.control.lifecycle import ENDED
 from rlhfless.control.objects import (
     CheckpointObject,
     EventObject,
+    FleetObject,
     ListObject,
     MetricsObject,
     ReplicaObject,
@@ -220,6 +221,11 @@ def logs(run_id: str, lines: int = 100) -> ClientCall[str]:
 def functions() -> ClientCall[ListObject[ReplicaObject]]:
     """List the current replicas of all runs."""
     return ClientCall("GET", "/v1/functions", ListObject[ReplicaObject])
+
+
+def fleets() -> ClientCall[ListObject[FleetObject]]:
+    """List the fleets of runs that share engines, with the device time of each run."""
+    return ClientCall("GET", "/v1/fleets", ListObject[FleetObject])
 
 
 def plan(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, Any]]:

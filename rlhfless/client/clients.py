@@ -60,6 +60,7 @@ class _Requests:
     rollouts = _Method(calls.rollouts)
     logs = _Method(calls.logs)
     functions = _Method(calls.functions)
+    fleets = _Method(calls.fleets)
     plan = _Method(calls.plan)
     compare = _Method(calls.compare)
     test_rewards = _Method(calls.test_rewards)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects import DeviceWork, ReplicaNow
+from rlhfless.control.objects import DeviceWork, FleetEngineNow, ReplicaNow
 from rlhfless.spec.errors import Problem
 
 PROTOCOL = 2
@@ -110,6 +110,8 @@ class DriverState(_Message):
     left_s: float | None = None
     lease: LeaseWanted | None = None
     replicas: list[ReplicaNow] = []
+    fleet: list[FleetEngineNow] = []
+    """Engines that the run shares with others."""
     worked: list[DeviceWork] = []
     """Calls of the run's functions since the last push."""
 

@@ -290,6 +290,89 @@ class ReplicaObject(ReplicaNow):
     run_id: str
 
 
+class FleetShareNow(ApiObject):
+    """What a run uses of a shared engine."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    busy_s: float
+    waiting: int = 0
+    running: int = 0
+    present: bool = True
+
+
+class FleetEngineNow(ApiObject):
+    """An engine that several runs share, as a run's driver reports it (rlhfless.functions.calls.SharedNow)."""
+
+    model_config = ConfigDict(extra="ignore")  # see rlhfless.control.delivery.PROTOCOL
+
+    fleet: str
+    engine: str
+    incarnation: str
+    terms: dict[str, Any]
+    slots: int
+    kind: str
+    devices: int
+    started_s: float
+    up_s: float
+    now_s: float
+    runs: dict[str, FleetShareNow]
+
+
+class FleetRunObject(ApiObject):
+    """A run of a fleet."""
+
+    run_id: str
+    present: bool = False
+    """Whether it is in the fleet now."""
+    busy_device_s: float = 0.0
+    """Device time that it pays for: its part of the engines' iterations, by tokens."""
+    share: float = 0.0
+    """Its part of the busy time of all runs."""
+    waiting: int = 0
+    """Requests that wait for the engines."""
+    running: int = 0
+    """Requests that the engines work on."""
+
+
+class FleetEngineObject(ApiObject):
+    """An engine of a fleet, now or at its end."""
+
+    name: str
+    incarnation: str
+    started_at: float
+    seen_at: float
+    """When a run last reported it."""
+    up: bool
+    kind: str
+    """Device kind."""
+    devices: int
+    slots: int
+    """Weight versions of all runs that it can have at the same time."""
+    provisioned_device_s: float
+    """Sum of the three below."""
+    busy_device_s: float
+    idle_device_s: float
+    cold_device_s: float
+    """Device time of its start."""
+
+
+class FleetObject(ApiObject):
+    """Runs that share engines, since the service started. No run pays for idle time and starts."""
+
+    object: Literal["fleet"] = "fleet"
+    id: str
+    terms: dict[str, Any]
+    """Keys that are equal in the specs of its runs."""
+    engines: list[FleetEngineObject]
+    runs: list[FleetRunObject]
+    """The runs, those with the most device time first; also those that have left."""
+    provisioned_device_s: float
+    busy_device_s: float
+    idle_device_s: float
+    cold_device_s: float
+
+
 class ReservationObject(ApiObject):
     """The devices that a run holds or waits for."""
 

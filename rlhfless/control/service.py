@@ -19,6 +19,7 @@ from rlhfless.control.compute.runner import Runner
 from rlhfless.control.database.access import Database, database_of, migrate
 from rlhfless.control.database.tables import RunRow
 from rlhfless.control.drivers import Drivers
+from rlhfless.control.fleets import Fleets
 from rlhfless.control.keys import Keys
 from rlhfless.control.objects import DevicesTimelineObject, DeviceWork, ReplicaNow, RunBar, SharedDeviceRow
 from rlhfless.control.pods import PodWatch, pod_lister
@@ -79,6 +80,7 @@ class Service:
         self.device_history = DeviceHistory()
         self.replicas: dict[str, list[ReplicaNow]] = {}
         """Replicas by run id, as last reported by the run's driver."""
+        self.fleets = Fleets()
         self.host_token = secrets.token_urlsafe(32)
         """The secret of the host in a remote cluster. A later service has another secret, so this host then exits."""
         self._ray_report: RayReport | None = None

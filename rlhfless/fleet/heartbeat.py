@@ -69,7 +69,7 @@ class LeaseRenewal:
         StaleCall."""
         heard_s = self._heard_s.setdefault(replica.incarnation, monotonic_s())
         try:
-            await replica.call("renew", self._call, timeout_s=period_s, waiting_for="a sign of life")
+            replica.shared = await replica.call("renew", self._call, timeout_s=period_s, waiting_for="a sign of life")
             self._heard_s[replica.incarnation] = monotonic_s()
         except CallTimeout:
             silent_s = monotonic_s() - heard_s

@@ -7,11 +7,11 @@ import logging
 import platform
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar
 
 from rlhfless.fleet.handles import Handle, HandleLost
-from rlhfless.functions.calls import Call, CallUsage, FunctionBroken, ReplicaInfo, Reply
+from rlhfless.functions.calls import Call, CallUsage, FunctionBroken, ReplicaInfo, Reply, SharedNow
 from rlhfless.records import (
     KV_CAPACITY,
     START,
@@ -40,6 +40,10 @@ T = TypeVar("T")
 USAGE = tuple(field.name for field in fields(CallUsage))
 
 
+METERED_S = 5.0
+"""Interval at which the use of a shared replica is recorded between its calls."""
+
+
 class Recorder(Protocol):
     def add_holding(self, holding: Holding) -> None: ...
 
@@ -54,6 +58,32 @@ class ReplicaLost(RuntimeError):
 
 class CallTimeout(RuntimeError):
     """A call did not return in time. The message names the awaited result, the replica and the timeout."""
+
+
+class _Meter:
+    """What a run pays of a replica that it shares: its part of the replica's time, in place of the whole time."""
+
+    def __init__(self, used_s: float) -> None:
+        self.used_s = used_s
+        """Seconds that the run had used of the replica when it was last asked."""
+        self.part = 0.0
+        """The run's part of the time between the last two times."""
+        self.pending: tuple[Holding, ...] = ()
+        """Holdings since then."""
+
+    @property
+    def pending_s(self) -> float:
+        return sum({(each.start_s, each.end_s): each.duration_s for each in self.pending}.values())
+
+    def read(self, used_s: float) -> list[Holding]:
+        """Return the holdings since the last time, with the run's part of them as their share."""
+        whole_s = self.pending_s
+        if not whole_s:
+            return []
+        self.part = min(max(used_s - self.used_s, 0.0) / whole_s, 1.0)
+        self.used_s += self.part * whole_s  # what exceeds the time, as clocks may differ, is paid next time
+        done, self.pending = self.pending, ()
+        return [replace(each, share=each.share * self.part) for each in done]
 
 
 class Replica:
@@ -72,7 +102,10 @@ class Replica:
         self.info: ReplicaInfo | None = None
         self.lost = False
         """Whether the replica was given up while it was still needed."""
+        self.shared: SharedNow | None = None
+        """The state of a replica that several runs share, as it last told."""
         self._recorder = recorder
+        self._meter: _Meter | None = None
         self._launched_s = unix_s()
         self._start_s: float | None = None
         """Seconds from launch until the replica was up; None if an earlier driver started it, or once recorded."""
@@ -121,6 +154,8 @@ class Replica:
         if self._waits or not self.state.holds_device:
             return {}
         lasted_s = unix_s() - since_s
+        if self._meter is not None:
+            lasted_s = (lasted_s + self._meter.pending_s) * self._meter.part
         held_s: dict[str, float] = {}
         for device, share in self.allocation.billed(self.state):
             held_s[device.kind] = held_s.get(device.kind, 0.0) + lasted_s * share
@@ -147,13 +182,21 @@ class Replica:
         self._life = Lifecycle(self._identity(info.incarnation), self._launched_s)
         now_s = unix_s()
         self._start_s = now_s - self._launched_s
-        self._record(self._life.started(now_s))
+        started = self._life.started(now_s)
+        if info.metered_s is not None:
+            self._meter = _Meter(info.metered_s)
+            started = tuple(replace(each, share=0.0) for each in started)  # a start is the fleet's
+        for holding in started:
+            self._recorder.add_holding(holding)
 
     def record_start(self, call: Call) -> bool:
         """Record the seconds of each phase of an engine's start, once; return False if recorded before, or unknown."""
         if self._start_s is None or self.info is None:
             return False
         engine = self.info.start_seconds
+        if self._meter is not None and self._start_s < sum(engine.values()):
+            self._start_s = None  # it has joined an engine that another run had started
+            return False
         phases = {StartPhase.REPLICA: max(self._start_s - sum(engine.values()), 0.0), **engine}
         self._start_s = None
         inputs: dict[str, float | int | str | bool] = {f"{phase}_s": seconds for phase, seconds in phases.items()}
@@ -176,7 +219,7 @@ class Replica:
         self._handle, self.info = handle, info
         began_s = unix_s() if since_s is None else since_s
         self._life = Lifecycle(self._identity(info.incarnation), began_s, ReplicaState.STALE)
-        self._record(())
+        self._meter = None if info.metered_s is None else _Meter(info.metered_s)
 
     def ask(self, version: WeightVersion) -> None:
         """Request a version of the weights: the replica becomes STALE unless that version is loaded."""
@@ -244,6 +287,8 @@ class Replica:
         elif self.state.holds_device:
             self._record(self._life.suspect(now_s))
             self._record(self._life.died(now_s))
+        if self._meter is not None:
+            self._add_metered(self._meter.used_s)
 
     def give_up(self, reason: str) -> None:
         """Treat the replica as lost: pending calls raise ReplicaLost. Idempotent."""
@@ -267,7 +312,18 @@ class Replica:
         return ReplicaIdentity(self.function, self.name, incarnation, self.allocation)
 
     def _record(self, holdings: tuple[Holding, ...]) -> None:
+        if self._meter is not None:
+            self._meter.pending += holdings
+            return
         for holding in holdings:
+            self._recorder.add_holding(holding)
+
+    def _add_metered(self, used_s: float) -> None:
+        """Record what the run has used of a shared replica since the last time."""
+        assert self._meter is not None, "the replica is shared"
+        if self._life is not None:
+            self._meter.pending += self._life.cut(unix_s())
+        for holding in self._meter.read(used_s):
             self._recorder.add_holding(holding)
 
     # -- calls
@@ -380,6 +436,10 @@ class Replica:
 
     def _accept(self, reply: Reply[Any], call: Call, work: Work | None) -> None:
         self._check_incarnation(reply.incarnation)
+        if self._meter is not None and reply.metered_s is not None:
+            held_s = unix_s() - self.since_s + self._meter.pending_s
+            if work is not None or held_s > METERED_S or self.state is ReplicaState.DRAINING:
+                self._add_metered(reply.metered_s)
         if work is None:
             return
         self._recorder.add_invocation(

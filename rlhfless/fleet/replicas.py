@@ -92,6 +92,10 @@ class Replicas:
         """Return the replicas that hold devices, in the order of their starts."""
         return tuple(r for r in self._replicas.values() if r.state.holds_device)
 
+    def shared(self) -> tuple[Replica, ...]:
+        """Return the replicas that the run shares with others, also those that it has left."""
+        return tuple(replica for replica in self._replicas.values() if replica.shared is not None)
+
     def serving(self) -> tuple[Replica, ...]:
         return tuple(r for r in self._replicas.values() if r.state is ReplicaState.SERVING)
 
@@ -248,7 +252,8 @@ class Replicas:
         if replica.state not in (ReplicaState.DRAINING, ReplicaState.SLEEPING) or replica.info is None:
             return True
         try:
-            await replica.call("stop", self._call, timeout_s=self._timeouts.drain_s, waiting_for="an orderly stop")
+            wait_s, what = self._timeouts.drain_s, "an orderly stop"
+            replica.shared = await replica.call("stop", self._call, timeout_s=wait_s, waiting_for=what)
         except StaleCall:
             return False
         except (ReplicaLost, CallTimeout) as error:

@@ -12,6 +12,9 @@ Runs that share devices (`placement.tenants`) have one manager. It gives a run f
 otherwise the devices with the fewest runs; a `TurnScheduler` orders the turns on those. A run whose driver has died
 keeps its turn until its lease expires, which is later than the leases of its replicas.
 
+Runs of a fleet (`placement.share`) have the devices of their engines at the same time, and join those of the fleet even
+if others are free. The manager says which run starts an engine (`claim_engine`); the others wait for it.
+
 Ray counts CPU cores but does not assign specific ones. A reservation locks a file per core, so that the runs of one
 user on one machine get different cores; the kernel releases the locks when the process ends.
 
@@ -26,7 +29,8 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -71,10 +75,13 @@ class Demand:
     """True for GPUs, False for CPU cores."""
     selectors: tuple[Mapping[str, str], ...] = ()
     """Labels of the wanted node, in order of preference."""
+    fleet: str = ""
+    """The fleet (rlhfless.scaling.fleets) whose engine works there, for several runs at the same time; empty for
+    devices of one run, or of several in turns."""
 
     def is_met_by(self, other: Demand) -> bool:
         """Return whether devices reserved for `other` meet this demand, regardless of their node."""
-        return (self.kind, self.devices) == (other.kind, other.devices)
+        return (self.kind, self.devices, self.fleet) == (other.kind, other.devices, other.fleet)
 
     def options(self) -> dict[str, Any]:
         """Return the options of the reservation's Ray actor."""
@@ -163,6 +170,30 @@ class Tenant:
     """Seconds until the deadline of the run's step under its contract."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineClaim:
+    """What a run does about the engine of a fleet on its devices."""
+
+    engine: str
+    """Name of its application."""
+    starts: bool
+    """This run starts it, and deletes `before` first. The others wait."""
+    up: bool
+    before: str = ""
+    """The application on these devices before, which is broken, or whose runs have all left."""
+
+
+@dataclass
+class _SharedEngine:
+    """The engine of a fleet on a device group."""
+
+    name: str
+    starter: str | None
+    """The run that starts it; None once it is up."""
+    members: dict[str, str] = field(default_factory=dict)
+    """The replica's name in each run, by run id."""
+
+
 @dataclass
 class _DeviceGroup:
     """A reservation, pending or granted, and the runs that use it."""
@@ -173,10 +204,19 @@ class _DeviceGroup:
     """The group's name in each run, by run id."""
     most: int
     held: Held | None = None
+    engine: _SharedEngine | None = None
+    """The engine of a fleet."""
+    before: str = ""
+    """Name of the engine before."""
 
     def admits(self, tenant: Tenant, demand: Demand) -> bool:
         room = len(self.groups) < min(self.most, tenant.most) and tenant.run_id not in self.groups
         return room and self.held is not None and demand.is_met_by(self.demand)
+
+
+def _is_settled(group: _DeviceGroup, engine: _SharedEngine) -> bool:
+    """Return whether a group's engine is up, or no longer its engine."""
+    return engine.starter is None or group.engine is not engine
 
 
 class ReservationManager:
@@ -225,7 +265,8 @@ class ReservationManager:
             name = None
         if name is None or self._groups[name].held is None:
             # Also share devices that became available while the run's own reservation was pending.
-            shared = self._join_shared(tenant, group, demand) if name is not None or not room else None
+            joins = name is not None or not room or bool(demand.fleet)
+            shared = self._join_shared(tenant, group, demand) if joins else None
             if name is not None and shared is not None:
                 self._leave_group(name, tenant.run_id)
             name = shared or name or self._reserve(tenant, group, demand)
@@ -249,6 +290,8 @@ class ReservationManager:
 
         def crowd(name: str) -> tuple[int, int, str]:
             groups = self._groups[name].groups.values()
+            if demand.fleet:  # the first actor of each run is the first engine of the fleet
+                return -len(groups), -sum(each == group for each in groups), name
             return len(groups), sum(function_of(each) == function_of(group) for each in groups), name
 
         admitting = (name for name, known in self._groups.items() if known.admits(tenant, demand))
@@ -303,6 +346,7 @@ class ReservationManager:
         for group in groups:
             if (name := self._name_of(tenant.run_id, group)) is not None:
                 self._leave_group(name, tenant.run_id)
+        await self._notify_change()
 
     async def leave(self, tenant: Tenant) -> None:
         """Drop a run that has ended."""
@@ -313,12 +357,80 @@ class ReservationManager:
 
     def _leave_group(self, name: str, run_id: str) -> None:
         """Remove a run from a group; the last run to leave returns the devices to Ray."""
+        self._leave_engine(self._groups[name], run_id)
         self._groups[name].groups.pop(run_id, None)
         if not self._groups[name].groups:
             self._end(name)
 
     def _end(self, name: str) -> None:
         ray.kill(self._groups.pop(name).reservation)
+
+    # -- engines of fleets
+
+    async def claim_engine(
+        self, tenant: Tenant, group: str, replica: str, dead: str, wait_s: float
+    ) -> EngineClaim | None:
+        """Return what the run does about the engine on a device group, once that is up or the run has to start it; None
+        if the run has lost the devices. After `wait_s`, return a claim of an engine that another run still starts.
+
+        `replica`: the run's name for it. `dead`: an engine that the run has found broken; it is replaced.
+        """
+        await self._admit(tenant)
+        run_id, end_s = tenant.run_id, monotonic_s() + wait_s
+        while True:
+            name = self._name_of(run_id, group)
+            if name is None:
+                return None
+            found = self._groups[name]
+            if found.engine is None or found.engine.name == dead:
+                found.before = found.engine.name if found.engine is not None else found.before
+                found.engine = _SharedEngine(f"fleet-{found.demand.fleet}-{next(self._names):06d}", run_id)
+            engine = found.engine
+            waits = engine.starter not in (None, run_id)
+            left_s = end_s - monotonic_s()
+            if not waits or left_s <= 0:
+                engine.members[run_id] = replica
+                return EngineClaim(engine.name, engine.starter == run_id, engine.starter is None, found.before)
+            await self._until(partial(_is_settled, found, engine), left_s)
+
+    async def engine_up(self, tenant: Tenant, engine: str) -> None:
+        """Record that an engine, which the run has started, is up."""
+        await self._admit(tenant)
+        for found in self._groups.values():
+            if found.engine is not None and found.engine.name == engine and found.engine.starter == tenant.run_id:
+                found.engine.starter = None
+        await self._notify_change()
+
+    async def leave_engine(self, tenant: Tenant, group: str) -> str:
+        """Remove a run from an engine. Return the engine's name if no other run has it: the run then deletes it before
+        it releases the devices."""
+        await self._admit(tenant)
+        name = self._name_of(tenant.run_id, group)
+        left = None if name is None else self._leave_engine(self._groups[name], tenant.run_id)
+        await self._notify_change()
+        return left or ""
+
+    async def engines(self, tenant: Tenant) -> dict[str, tuple[str, str]]:
+        """Return the engines that the run has joined: by its name for the replica, the group and the engine's name."""
+        await self._admit(tenant)
+        run_id = tenant.run_id
+        return {
+            each.engine.members[run_id]: (each.groups[run_id], each.engine.name)
+            for each in self._groups.values()
+            if run_id in each.groups and each.engine is not None and run_id in each.engine.members
+        }
+
+    @staticmethod
+    def _leave_engine(group: _DeviceGroup, run_id: str) -> str | None:
+        """Remove a run from a group's engine; return the engine's name if that leaves it to none."""
+        engine = group.engine
+        if engine is None:
+            return None
+        engine.members.pop(run_id, None)
+        last = not engine.members
+        if last or engine.starter == run_id:  # the next run to claim it starts another
+            group.engine, group.before = None, engine.name
+        return engine.name if last else None
 
     # -- turns
 

@@ -13,9 +13,10 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -32,8 +33,10 @@ from rlhfless.fleet.reservations import (
     StaleReservation,
     Tenant,
     existing_manager,
+    function_of,
     reservation_manager,
 )
+from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.calls import Call, StaleCall
 from rlhfless.scaling.latency.devices import NODE_LABEL
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, HeldGroup, Node, Placement
@@ -71,9 +74,17 @@ class RunDevices:
     """Acquires and releases the device groups of a run."""
 
     def __init__(
-        self, cluster: Cluster, placement: Placement, call: Call, spec: RunSpec, priority: int, shown: Shown
+        self,
+        cluster: Cluster,
+        placement: Placement,
+        call: Call,
+        spec: RunSpec,
+        priority: int,
+        shown: Shown,
+        fleets: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`priority`: rank of the run among runs that share devices. `shown` shows the status of a wait."""
+        """`priority`: rank of the run among runs that share devices. `shown` shows the status of a wait. `fleets`: the
+        fleet (rlhfless.scaling.fleets) that shares the devices of a function, by function."""
         self._cluster = cluster
         self.placement = placement
         """Set before the first device is acquired: that of an elastic run depends on what it holds."""
@@ -81,6 +92,7 @@ class RunDevices:
         self.timeouts = spec.timeouts
         self._lease_s = spec.recovery.lease_s
         self._tenants = spec.placement.tenants
+        self._fleets = fleets
         self._priority = priority
         self.shown = shown
         self._manager: Any = None
@@ -88,6 +100,9 @@ class RunDevices:
         self._left_over: Collection[str] = ()
         """Groups of an earlier driver that the placement does not have."""
         self._to_come: frozenset[str] = frozenset()
+        self.engines: Mapping[str, tuple[str, str]] = {}
+        """Shared engines that an earlier driver has joined: by the replica's name, the device group and the engine's
+        name."""
         self.all_up = asyncio.Event()
         """Set when no user is starting any more. The lease is then much shorter and must be renewed at once: until
         that renewal, a killed driver leaves its devices held for as long as a start may take."""
@@ -100,6 +115,18 @@ class RunDevices:
     def shared(self) -> bool:
         """Whether other runs may be on the same devices."""
         return self._tenants > 1
+
+    def group_at(self, binding: DeviceBinding) -> str:
+        """Return the name of the device group with these devices, which the run holds."""
+        for name, taken in self._taken.items():
+            held = taken.held
+            if held is not None and held.node == binding.node and set(binding.ids) <= set(held.local_ids):
+                return name
+        raise NoDevices(f"devices {', '.join(binding.ids)} were lost as soon as they were there")
+
+    def _demand(self, group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
+        """Return the demand of a group; see the function `_demand`."""
+        return replace(_demand(group, nodes), fleet=self._fleets.get(function_of(group.name), ""))
 
     # -- acquire and release
 
@@ -213,7 +240,7 @@ class RunDevices:
         taken = self._taken[group.name]
         async with taken.asking:
             nodes, asked_s = await self._cluster.nodes(group.kind), unix_s()
-            held = await self.ask("hold", group.name, _demand(group, nodes), SAY_S, _room(group, nodes))
+            held = await self.ask("hold", group.name, self._demand(group, nodes), SAY_S, _room(group, nodes))
             if held is None:
                 held = await self._wait(group)
             if taken.held is None:
@@ -238,7 +265,7 @@ class RunDevices:
                 log.warning("%s", text)
                 told_s = waited_s
             with self.shown(text):
-                held = await self.ask("hold", group.name, _demand(group, nodes), SAY_S, _room(group, nodes))
+                held = await self.ask("hold", group.name, self._demand(group, nodes), SAY_S, _room(group, nodes))
             if held is not None:
                 return held
 
@@ -302,9 +329,11 @@ class RunDevices:
         left: dict[str, Any] = {**await self._held_before()}
         for group in self.placement.groups:
             demand, held = left.pop(group.name, (None, None))
-            if held is not None and _demand(group, ()).is_met_by(demand):
+            if held is not None and self._demand(group, ()).is_met_by(demand):
                 self._taken[group.name] = _Taken(held=held)
         self._left_over = [*left]
+        if self._fleets and self._manager is not None:
+            self.engines = await self.ask("engines")
 
     def add_user(self, allocation: Allocation, user: str, lost: Lost) -> None:
         """Record that `user`, such as a replica of an earlier driver, uses these devices, where the run holds them."""

@@ -24,15 +24,17 @@ from rlhfless.fleet.replica import Recorder
 from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.shared_devices import SharedDevices
+from rlhfless.fleet.shared_engines import SharedEngines
 from rlhfless.fleet.turns import Turns, take_turns
 from rlhfless.functions.calls import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.orchestrator.host import DevicesWanted
 from rlhfless.planning.host_memory import Needed, Room, on_this_node, room_at, room_problems, store_base
-from rlhfless.planning.inputs import planned, shared_kv_bytes
+from rlhfless.planning.inputs import planned, shape_of, shared_kv_bytes
 from rlhfless.planning.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
-from rlhfless.scaling.function_specs import kinds_of, name_of, publisher_of
+from rlhfless.scaling.fleets import fleet_key, shared_tokens, terms_of
+from rlhfless.scaling.function_specs import fleet_functions, kinds_of, name_of, publisher_of
 from rlhfless.scaling.memory import CACHED_VERSIONS, published_bytes, stored_versions
 from rlhfless.scaling.placement import CPU_KIND, Device, Node, Placement
 from rlhfless.spec import RunSpec, Transport
@@ -133,7 +135,7 @@ def launch_of(
 
     `kv_bytes`: see Session.
     """
-    shape, tokens = prepared.shape, prepared.max_model_len
+    shape, tokens = prepared.shape, longest_tokens(prepared)
     home, cache = store_folders(spec, run_id)
     transport = transport_of(spec, placement)
     token = _store_token(run_folder) if transport in ("http", "nccl") else ""
@@ -159,19 +161,36 @@ def launch_of(
     )
 
 
+def longest_tokens(prepared: Prepared) -> int:
+    """Return the length of the longest sequence that the run's engines take."""
+    if prepared.spec.placement.share is None:
+        return prepared.max_model_len
+    context = prepared.spec.model.max_context_tokens or shape_of(prepared.spec)[1].get("max_position_embeddings")
+    return shared_tokens(prepared.max_model_len, context)
+
+
+def fleets_of(prepared: Prepared) -> Mapping[str, str]:
+    """Return the fleet that shares the replicas of a function, by function; empty for a run that shares none."""
+    if not (functions := fleet_functions(prepared.spec)):
+        return {}
+    return dict.fromkeys(functions, fleet_key(terms_of(prepared.spec, longest_tokens(prepared))))
+
+
 def pools_of(
     launch: Launch, call: Call, cluster: Cluster, recorder: Recorder, placement: Placement, devices: RunDevices
 ) -> tuple[dict[str, ReplicaPool], list[Turns]]:
     """Create the pool of each function, by name, and the turns of pools that share devices, without starting them."""
-    spec, pools = launch.spec, {}
+    spec, pools, shared = launch.spec, {}, fleet_functions(launch.spec)
     for kind in kinds_of(spec):
-        deployment = load_target(kind.deployment)
+        deployment = load_target(kind.shared if kind.name in shared else kind.deployment)
         settings = partial(deployment.settings_of, launch, kind)
         blueprint = Blueprint(kind, deployment, settings, placement.allocations[kind.name], kind.bounds(spec))
-        pools[kind.name] = ReplicaPool(cluster, devices, blueprint, call, spec.timeouts, recorder)
+        starts = SharedEngines(cluster, devices, call) if kind.name in shared else cluster
+        pools[kind.name] = ReplicaPool(starts, devices, blueprint, call, spec.timeouts, recorder)
     if not spec.placement.in_turns:
         return pools, []
-    return pools, take_turns(pools.values(), partial(SharedDevices, devices) if devices.shared else None)
+    taking = [pool for name, pool in pools.items() if name not in shared]
+    return pools, take_turns(taking, partial(SharedDevices, devices) if devices.shared else None)
 
 
 def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:

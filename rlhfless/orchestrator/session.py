@@ -29,7 +29,15 @@ from rlhfless.fleet.turns import Turns
 from rlhfless.functions.calls import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.host import DevicesWanted, Host
-from rlhfless.orchestrator.launch import devices_wanted, launch_of, pools_of, require_room, shm_cleanup, store_folders
+from rlhfless.orchestrator.launch import (
+    devices_wanted,
+    fleets_of,
+    launch_of,
+    pools_of,
+    require_room,
+    shm_cleanup,
+    store_folders,
+)
 from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.orchestrator.run import RLRun
@@ -171,7 +179,8 @@ async def _fleet(
 ) -> AsyncIterator[tuple[BaseRun, int]]:
     spec = session.spec
     call = Call(session.run_id, journal.attempt, 0)
-    devices = RunDevices(cluster, NO_PLACEMENT, call, spec, session.priority, session.console.stage)
+    shown, fleets = session.console.stage, fleets_of(session.prepared)
+    devices = RunDevices(cluster, NO_PLACEMENT, call, spec, session.priority, shown, fleets)
     nodes, placement = await _placed(session, cluster, devices)
     folders = store_folders(spec, session.run_id)
     if spec.placement.ray_address:  # preflight has checked this machine
@@ -283,7 +292,9 @@ async def _begin(session: Session, run: BaseRun, cluster: Cluster, devices: RunD
     left = await cluster.running(f"{run.run_id}-")
     await devices.adopt()
     held_until_s = run.ledger.held_until_s()
-    await gather_or_cancel(*(pool.adopt(left, run.call(0), held_until_s) for pool in run.pools.values()))
+    await gather_or_cancel(
+        *(pool.adopt([*left, *devices.engines], run.call(0), held_until_s) for pool in run.pools.values())
+    )
     await devices.settle()
     await gather_or_cancel(*(each.put_all_to_sleep(run.call(0)) for each in turns))
     return await start_run(run, session.console)

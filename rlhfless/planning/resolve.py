@@ -230,7 +230,8 @@ def resolve_for_kind(spec: RunSpec, kind: str, shape: ModelShape | None = None) 
     wanted |= {f"{name}.dtype": "bfloat16" for name in spec.trained if learning != CPU_KIND}
     spec = edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
     if spec.type == "rlhf" and spec.model.lora is not None and spec.generation.lora == "auto":
-        spec = edited(spec, {"generation.lora": "merged" if why_merged(spec, kind, shape) else "adapter"})
+        merged = spec.placement.share is None and why_merged(spec, kind, shape) is not None
+        spec = edited(spec, {"generation.lora": "merged" if merged else "adapter"})
     if learning == CPU_KIND:
         spec = edited(spec, dict.fromkeys(open_ranks(spec), 1))
         for name, part in spec.trained.items():

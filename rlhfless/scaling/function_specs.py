@@ -115,12 +115,19 @@ class FunctionSpec:
     publishes: bool = False
     """Whether the engines load the weights that it learns. Exactly one function with the role UPDATES does, and it
     is updated after the others."""
+    shared: str = ""
+    """Import path of the deployment whose replicas several runs share (`placement.share`); empty if none can."""
     worker: str = ""
     """Import path of the class that computes the per-token output (rlhfless.functions.per_token)."""
     model: Callable[[ModelSpec], ModelSpec] = lambda policy: policy
     """Returns the model that the worker loads, given the run's."""
     settings: Any = None
     """Spec section of a user-defined function."""
+
+
+def fleet_functions(spec: RunSpec) -> tuple[str, ...]:
+    """Return the names of the functions whose replicas a run shares with other runs at the same time."""
+    return tuple(kind.name for kind in kinds_of(spec) if kind.shared and spec.placement.share is not None)
 
 
 @cache

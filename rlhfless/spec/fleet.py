@@ -105,6 +105,12 @@ class PlacementSpec(SpecModel):
     run uses their devices. Each of these runs must set `tenants`. Free devices are used first. A sleeping run keeps its
     state in host memory, plus 0.8 GiB per function on the device, which the memory plan reserves."""
 
+    share: Literal["adapters"] | None = None
+    """`adapters`: a run with `model.lora` shares its generation actors with the other such runs of the same service or
+    cluster whose base model and engine settings are equal: one engine generates for all of them at the same time
+    (docs/lora.md). Requires mode `disaggregated`, which is then the default; the learners take turns on their devices,
+    see `tenants`, which is then 8 by default."""
+
     float32_on_gpus: bool = False
     """Allow `float32` for `model.dtype` and `learner.dtype` on GPUs. It is refused otherwise, because it takes twice
     the memory and several times the time of bfloat16."""
@@ -133,6 +139,31 @@ class PlacementSpec(SpecModel):
     trusted_network: bool = False
     """Join a cluster on other machines even if RAY_AUTH_MODE is `disabled`. Anyone who can reach the cluster's ports
     can then run code there; use it only on a network closed to strangers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_a_fleet(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("share") != "adapters":
+            return values
+        mode = "disaggregated" if values.get("mode", "auto") == "auto" else values["mode"]
+        return {"tenants": MOST_TENANTS, **values, "mode": mode}
+
+    @model_validator(mode="after")
+    def _shares_engines_alone(self) -> PlacementSpec:
+        if self.share is None:
+            return self
+        if self.mode != "disaggregated":
+            raise ValueError(
+                f"share is adapters, but mode is {self.mode}: the engines of a fleet never sleep, so learners need "
+                "devices of their own; set mode to disaggregated"
+            )
+        if self.tenants == 1:
+            raise ValueError("share is adapters, but tenants is 1: raise it to the most runs of the fleet")
+        if self.turns:
+            raise ValueError(
+                "share is adapters, but turns is true: the engines of a fleet never sleep; set it to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _another_kind_is_apart(self) -> PlacementSpec:
@@ -184,6 +215,11 @@ class PlacementSpec(SpecModel):
     def in_turns(self) -> bool:
         """Whether functions take turns on their devices, with each other or with other runs."""
         return self.turns or self.tenants > 1
+
+    @property
+    def engines_in_turns(self) -> bool:
+        """Whether generation actors take turns, too. Those that several runs share do not."""
+        return self.in_turns and self.share is None
 
 
 class GenerationScalingSpec(SpecModel):

@@ -267,7 +267,7 @@ def _check_environment(spec: RunKeys) -> None:
 
 def _check_drafts(spec: RunKeys) -> None:
     method = spec.generation.speculation.method
-    if spec.generation.speculation.has_weights and spec.placement.in_turns:
+    if spec.generation.speculation.has_weights and spec.placement.engines_in_turns:
         raise ValueError(
             f"generation.speculation.method is {method}, but functions take turns on their devices: a sleeping "
             "engine drops the draft model's weights, and no version restores them; set method to ngram or suffix, "
@@ -289,6 +289,18 @@ def _check_lora(spec: RunKeys) -> None:
     if spec.type == "rlhf" and spec.model.lora is None and spec.generation.lora != "auto":
         raise ValueError(
             f"generation.lora is {spec.generation.lora}, but the run trains all weights; give model.lora, or leave "
+            "generation.lora out"
+        )
+    if spec.placement.share is None:
+        return
+    if spec.type != "rlhf" or spec.model.lora is None:
+        raise ValueError(
+            "placement.share is adapters, but the run trains no adapter for engines; give model.lora in a run of type "
+            "rlhf, or leave placement.share out"
+        )
+    if spec.generation.lora == "merged":
+        raise ValueError(
+            "placement.share is adapters, but generation.lora is merged: an engine has one set of weights; leave "
             "generation.lora out"
         )
 
@@ -360,7 +372,7 @@ def _check_staleness(spec: RunKeys) -> None:
     if not behind:
         return
     overlaps = spec.schedule.steps_ahead > 0
-    if overlaps and spec.placement.in_turns:
+    if overlaps and spec.placement.engines_in_turns:
         raise ValueError(
             f"{of}, but functions take turns on their devices (placement.turns, placement.tenants): nothing would "
             "overlap, and samples would be old for nothing; set schedule to sync, or placement.turns to false"

@@ -87,6 +87,11 @@ LIVE = (
     Smoke(
         "schedules", tuple(rf"{name} +{NUMBER} .*\) +{NUMBER} +{NUMBER}" for name in ("sync", "one_step_off", "async"))
     ),
+    Smoke(
+        "runs_in_a_fleet",
+        ("last weights equal", rf"tokens/s +together .* {NUMBER}x", rf"join {NUMBER} s", rf"bill: {NUMBER} device"),
+        MODEL,
+    ),
     Smoke("runs_together", (r"duty \d+%", "last weights equal", rf"throughput +together .* {NUMBER}x"), MODEL),
     Smoke(
         "step",

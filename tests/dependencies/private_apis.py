@@ -77,6 +77,7 @@ VLLM_NAMES = (
                 has=("num_output_tokens",)),
     PrivateName("vllm.v1.engine.core.EngineCore", (CORE,), "wait until no aborted request lingers, before weights load",
                 has=("scheduler", "batch_queue", "resume_scheduler")),
+    PrivateName("vllm.v1.engine.core.EngineCore", (SCHEDULER,), "a method for the shares of runs", has=("scheduler",)),
     PrivateName("vllm.v1.engine.core.EngineCore.pause_scheduler", (CORE,), "the same, of a core in another process",
                 takes=("mode", "clear_cache")),
     PrivateName("vllm.v1.engine.core_client.InprocClient", (CORE,), "whether the core is in this process",
@@ -96,7 +97,7 @@ VLLM_NAMES = (
       for name in ("scheduler.Scheduler", "async_scheduler.AsyncScheduler")),
     *(PrivateName(f"vllm.v1.core.sched.scheduler.Scheduler.{name}", (SCHEDULER,), "overridden", takes=takes)
       for name, takes in {"add_request": ("request",), "finish_requests": ("request_ids", "finished_status"),
-                          "update_from_output": ("scheduler_output", "model_runner_output")}.items()),
+                          "schedule": (), "update_from_output": ("scheduler_output", "model_runner_output")}.items()),
     PrivateName("vllm.v1.core.sched.interface.PauseState", (SCHEDULER,), "send all before a pause is complete",
                 has=("PAUSED_ALL",)),
     PrivateName("vllm.v1.engine.EngineCoreOutput", (SCHEDULER,), "several tokens of a request in a message",

@@ -137,7 +137,7 @@ class FakeHandle:
             raise CallTimeout("waited 1 s for its memory")
         info = ReplicaInfo(f"{self._name}-1", 1, "here")
         slept = Slept(SleepTier.HOST, 1, 0)
-        value = {"sleep": slept, "load": Loaded("", None, 1)}.get(method, info)
+        value = {"sleep": slept, "load": Loaded("", None, 1), "renew": None, "stop": None}.get(method, info)
         return Reply(info.incarnation, value, 0.0, 0.0, CallUsage())
 
 

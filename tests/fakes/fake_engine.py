@@ -47,6 +47,9 @@ class FakeCore:
     def progress(self) -> dict[str, int]:
         return dict(self.drawn)
 
+    def shares(self) -> None:
+        """One run has the engine."""
+
     def load(self, published: PublishedWeights, in_flight: bool) -> LoadReport:
         match published.location:
             case "hang":
@@ -59,7 +62,7 @@ class FakeCore:
                 raise KeyError("no such layer")
         return LoadReport(published.version.digest, published.tensors, 0, published.size_bytes, 0.0)
 
-    def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    def logprobs(self, token_ids: tuple[int, ...], run_id: str = "") -> tuple[float, ...]:
         return tuple(-float(token) for token in token_ids[1:])
 
     def close(self) -> None:

@@ -113,7 +113,7 @@ class Pushes:
         self.seq = 0
 
     def __call__(
-        self, *items: tuple[str, dict[str, Any]], lease: dict[str, Any] | None = None, reason: str = ""
+        self, *items: tuple[str, dict[str, Any]], lease: dict[str, Any] | None = None, reason: str = "", **now: Any
     ) -> Any:
         numbered = []
         for kind, data in items:
@@ -121,11 +121,13 @@ class Pushes:
             numbered.append(
                 {"seq": self.seq, "attempt": self.order.attempt, "at": time.time(), "kind": kind, "data": data}
             )
-        return self.again(numbered, lease=lease, reason=reason)
+        return self.again(numbered, lease=lease, reason=reason, **now)
 
-    def again(self, items: list[dict[str, Any]], lease: dict[str, Any] | None = None, reason: str = "") -> Any:
-        """Deliver items that already have numbers."""
-        body = {"attempt": self.order.attempt, "items": items, "now": {"reason": reason, "lease": lease}}
+    def again(
+        self, items: list[dict[str, Any]], lease: dict[str, Any] | None = None, reason: str = "", **now: Any
+    ) -> Any:
+        """Deliver items that already have numbers. `now`: other fields of the driver's state."""
+        body = {"attempt": self.order.attempt, "items": items, "now": {"reason": reason, "lease": lease, **now}}
         return self._client.post(
             f"/internal/runs/{self.order.run_id}/deliveries",
             json=body,

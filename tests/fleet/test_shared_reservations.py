@@ -146,3 +146,98 @@ async def test_a_new_driver_has_the_turn_of_the_one_before_which_is_refused(two:
     assert await keeper.turn(tenant("a", attempt=2), ["generation-0"], 0) == []
     with pytest.raises(StaleReservation, match="attempt 2 has replaced it"):
         await keeper.pass_on(tenant("a"), ["generation-0"])
+
+
+# -- engines of fleets
+
+FLEET = dataclasses.replace(CORE, fleet="f1")
+
+
+async def joined(keeper: ReservationManager, of: Tenant, demand: Demand = FLEET, group: str = "generation-0") -> Any:
+    return await keeper.hold(of, group, demand, SOON_S, True)
+
+
+async def test_runs_of_a_fleet_have_its_devices_together_even_if_others_are_free(two: Holders) -> None:
+    keeper = ReservationManager(60)
+    first = await joined(keeper, tenant("a", most=3))
+    assert await joined(keeper, tenant("b", most=3)) == first
+    assert await joined(keeper, tenant("c", most=3)) == first
+    other = await joined(keeper, tenant("d", most=3), dataclasses.replace(CORE, fleet="f2"))
+    assert other.local_ids != first.local_ids, "another fleet"
+    assert await joined(keeper, tenant("e", most=3)) is None, "three runs at most, and no device is free"
+
+
+async def test_each_engine_of_a_run_joins_that_of_the_same_number(two: Holders) -> None:
+    keeper = ReservationManager(60)
+    of_a = [await joined(keeper, tenant("a"), group=f"generation-{n}") for n in range(2)]
+    assert [await joined(keeper, tenant("b"), group=f"generation-{n}") for n in (1, 0)] == of_a[::-1]
+
+
+async def test_a_learner_never_joins_the_engine_of_a_fleet(two: Holders) -> None:
+    keeper = ReservationManager(60)
+    engine = await joined(keeper, tenant("a"))
+    learner = await keeper.hold(tenant("b"), "learner-0", CORE, SOON_S, False)
+    assert learner is not None
+    assert learner.local_ids != engine.local_ids
+
+
+async def claimed(keeper: ReservationManager, run: str, dead: str = "", wait_s: float = SOON_S) -> Any:
+    return await keeper.claim_engine(tenant(run, most=4), "generation-0", f"{run}-generation-0", dead, wait_s)
+
+
+async def together(keeper: ReservationManager, *runs: str) -> None:
+    for run in runs:
+        assert await joined(keeper, tenant(run, most=4))
+
+
+async def test_one_run_starts_an_engine_and_the_others_wait_for_it(two: Holders) -> None:
+    keeper = ReservationManager(60)
+    await together(keeper, "a", "b")
+    first = await claimed(keeper, "a")
+    assert (first.starts, first.up, first.before) == (True, False, "")
+    waits = await claimed(keeper, "b")
+    assert (waits.engine, waits.starts, waits.up) == (first.engine, False, False)
+    told = asyncio.create_task(claimed(keeper, "b", wait_s=10))
+    await asyncio.sleep(0)
+    await keeper.engine_up(tenant("a"), first.engine)
+    claim = await told
+    assert (claim.engine, claim.starts, claim.up) == (first.engine, False, True)
+    assert await keeper.engines(tenant("b")) == {"b-generation-0": ("generation-0", first.engine)}
+
+
+async def test_a_broken_engine_is_replaced_once(two: Holders) -> None:
+    keeper = ReservationManager(60)
+    await together(keeper, "a", "b", "c")
+    broken = (await claimed(keeper, "a")).engine
+    await keeper.engine_up(tenant("a"), broken)
+    new = await claimed(keeper, "b", dead=broken)
+    assert (new.starts, new.before) == (True, broken)
+    late = await claimed(keeper, "c", dead=broken)
+    assert (late.engine, late.starts) == (new.engine, False)
+
+
+async def test_another_run_starts_the_engine_if_the_first_one_leaves_or_dies(
+    two: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = ReservationManager(60)
+    await together(keeper, "a", "b", "c")
+    half = (await claimed(keeper, "a")).engine
+    assert await keeper.leave_engine(tenant("a"), "generation-0") == half, "no other run has claimed it"
+    taken = await claimed(keeper, "b")
+    assert (taken.starts, taken.before) == (True, half)
+    monkeypatch.setattr(reservations, "monotonic_s", lambda: 1e9)
+    again = await keeper.claim_engine(tenant("c", most=4), "generation-0", "c-generation-0", "", SOON_S)
+    assert (again.starts, again.before) == (True, taken.engine), "the lease of the other has ended"
+
+
+async def test_the_last_run_to_leave_deletes_the_engine(two: Holders) -> None:
+    keeper = ReservationManager(60)
+    await together(keeper, "a", "b")
+    engine = (await claimed(keeper, "a")).engine
+    await keeper.engine_up(tenant("a"), engine)
+    await claimed(keeper, "b")
+    assert await keeper.leave_engine(tenant("a"), "generation-0") == "", "another run has it"
+    await keeper.release(tenant("a"), ["generation-0"])
+    assert await keeper.leave_engine(tenant("b"), "generation-0") == engine
+    new = await claimed(keeper, "b")
+    assert (new.starts, new.before) == (True, engine), "it deletes the old one first, if that is still there"

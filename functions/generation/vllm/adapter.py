@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +57,7 @@ from rlhfless.functions.generation.vllm.messages import (
 )
 from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
 from rlhfless.util import processes
+from rlhfless.weights.address import StoreAddress
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class VllmEngine:
         self.backends: Mapping[str, str] = {}
         """The implementations that vLLM chose: model runner, attention, sampler."""
         self.rest = Rest()
+        self.shares: Mapping[str, float] = {}
+        """See SharedEngine."""
         self._process = process
         self._folder = folder
         self._numbers = itertools.count()
@@ -194,9 +197,15 @@ class VllmEngine:
             chosen = tuple(self._serials[name] for name in request_ids if name in self._serials)
         await self._call("abort", chosen, timeout_s=self.settings.timeouts.drain_s)
 
-    async def load(self, published: PublishedWeights, *, in_flight: bool = False) -> LoadReport | None:
-        """Load a version and drop the prefix cache; see Engine.load."""
+    async def load(
+        self, published: PublishedWeights, *, in_flight: bool = False, store: StoreAddress | None = None
+    ) -> LoadReport | None:
+        """Load a version and drop the prefix cache; see Engine.load, and SharedEngine.load for one with a `store`."""
         self.rest.require_weights("load weights")
+        if store is not None:
+            limit_s = self.settings.timeouts.sync_s
+            shared: LoadReport = await self._call("load", published, in_flight, asdict(store), timeout_s=limit_s)
+            return shared
         if self.usable and self.loaded == published.version:
             return None
         report: LoadReport = await self._change(f"loading {published.version.label}", "load", published, in_flight)
@@ -220,11 +229,16 @@ class VllmEngine:
         await self._change("waking up", "wake", asleep)
         self.rest.woke(asleep)
 
-    async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    async def logprobs(self, token_ids: tuple[int, ...], run_id: str = "") -> tuple[float, ...]:
         """Return the logprobs of a text; see Engine.logprobs. Unfinished requests continue meanwhile."""
         self.rest.require_awake("compute logprobs")
-        result: tuple[float, ...] = await self._call("logprobs", token_ids, timeout_s=self.settings.timeouts.sync_s)
+        limit_s = self.settings.timeouts.sync_s
+        result: tuple[float, ...] = await self._call("logprobs", token_ids, run_id, timeout_s=limit_s)
         return result
+
+    async def leave(self, run_id: str) -> None:
+        """Drop a run's adapters; see SharedEngine.leave."""
+        await self._call("leave", run_id, timeout_s=self.settings.timeouts.sync_s)
 
     async def stop(self) -> None:
         """Stop the process: ask, wait `timeouts.drain_s`, kill. Unfinished requests raise `EngineDead`."""
@@ -302,12 +316,13 @@ class VllmEngine:
         self._heard_s = time.monotonic()
         match message:
             case Finished():
+                self.shares = message.shares or self.shares
                 for sampled in message.ended:
                     _resolve(self._samples.get(sampled.request_id), sampled)
             case Refused():
                 _resolve(self._samples.get(message.request_id), message.error)
             case EngineProgress():
-                self._progress = message.tokens
+                self._progress, self.shares = message.tokens, message.shares or self.shares
             case Returned():
                 _resolve(self._calls.get(message.call_id), message.error or message.value)
             case Started():

@@ -67,6 +67,9 @@ weights."""
 HAS_ADAPTERS = "RLHFLESS_ADAPTERS"
 """Environment variable of an engine's processes: 1 if it serves adapters (see lora_repairs.py)."""
 
+SHARED = "RLHFLESS_SHARED"
+"""Environment variable of an engine's processes: 1 if several runs share it (see iteration_shares.py)."""
+
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`."""
 
@@ -273,6 +276,7 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         HAS_ADAPTERS: str(int(settings.adapters is not None)),
+        SHARED: str(int(settings.adapters is not None and settings.adapters.runs > 1)),
     }
     if settings.device != "cpu":
         fixed["VLLM_BATCH_INVARIANT"] = str(int(settings.batch_invariant))

@@ -31,8 +31,10 @@ from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from rlhfless.functions.generation.engine import (
+    AdapterSlots,
     EngineBusy,
     EngineDead,
+    EngineError,
     EnginePart,
     EngineSettings,
     LoadReport,
@@ -42,12 +44,13 @@ from rlhfless.functions.generation.engine import (
 from rlhfless.functions.generation.response_text import closing_ids, closing_stops, with_text
 from rlhfless.functions.generation.vllm import fp8, start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
+from rlhfless.functions.generation.vllm.iteration_shares import SHARES, shares_of
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
 from rlhfless.functions.generation.vllm.route_output import RouteOutput
 from rlhfless.functions.generation.vllm.scheduler import SampledLogprobs, scheduler_class
 from rlhfless.functions.generation.vllm.verification import DRAWN, EARLIER, packed
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
-from rlhfless.weights.check import WeightFileError, check_consumed, check_read_back
+from rlhfless.weights.check import WeightCheckFailed, WeightFileError, check_consumed, check_read_back
 from rlhfless.weights.digest import merged
 
 CLOSE_S = 0.5
@@ -67,6 +70,7 @@ class _Adapter:
 
     request: LoRARequest
     version: str
+    run_id: str
     requests: int = 0
     """Unfinished requests that use it."""
 
@@ -107,10 +111,12 @@ class Core:
         self._requests: dict[str, SampleRequest] = {}
         """Unfinished requests, by ID."""
         self._logprobs: dict[str, SampledLogprobs] = {}
-        self._slots = 0 if settings.adapters is None else settings.adapters.slots
-        self._numbers = itertools.count(self._slots + 1)  # vLLM tries its slots with the numbers up to theirs
+        self._room = settings.adapters or AdapterSlots(0, 0, ())
+        self._numbers = itertools.count(self._room.slots + 1)  # vLLM tries its slots with the numbers up to theirs
         self._adapters: list[_Adapter] = []
-        """The adapters with a slot, oldest first. New requests use the last one."""
+        """The adapters with a slot, oldest first. New requests use the last one of their run."""
+        self._left: set[str] = set()
+        """Runs that have left: their adapters go once no request uses them."""
         self._used: dict[str, _Adapter] = {}
         """Adapters of unfinished requests, by ID."""
         self._base: str | None = None
@@ -120,8 +126,7 @@ class Core:
         eos: int | list[int] | None = config.model_config.try_get_generation_config().get("eos_token_id")
         self._end_ids = closing_ids(self._tokenizer, [eos] if isinstance(eos, int) else eos or ())
         self._usable = True
-        self._speculates = settings.speculation.on
-        self._drafts_suffixes = settings.speculation.remembers
+        self._speculation = settings.speculation
         self._on_gpu = settings.device != "cpu"
         self._workers = settings.engine.devices_per_actor
         self._freed_bytes = 0
@@ -152,7 +157,9 @@ class Core:
             **self._routes.parameters(request),
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
-        adapter = self._adapters[-1] if self._adapters else None
+        adapter = self._newest(request.run_id)
+        if adapter is None and self._room.runs > 1:
+            raise EngineError(f"run {request.run_id} has no adapter here; load one first")
         if adapter is not None and not self._requests:
             self._require_slot(adapter)
         internal = self._engine.add_request(
@@ -166,11 +173,15 @@ class Core:
         self._internal_ids[request.request_id] = internal
         self._requests[request.request_id] = request
 
+    def _newest(self, run_id: str) -> _Adapter | None:
+        """Return the newest adapter of a run, or of all if `run_id` is empty."""
+        return next((each for each in reversed(self._adapters) if run_id in ("", each.run_id)), None)
+
     def _extra(self, request: SampleRequest) -> dict[str, Any] | None:
         extra: dict[str, Any] = {}
         if request.drawn_tokens:
             extra[DRAWN] = (request.drawn_tokens, self._vocabulary_tokens)
-        if request.earlier and self._drafts_suffixes:
+        if request.earlier and self._speculation.remembers:
             extra[EARLIER] = [packed(response) for response in request.earlier]
         if request.kv_transfer is not None:
             # With this key vLLM reports the tokens cached where the prefill ran, not those cached here.
@@ -185,9 +196,9 @@ class Core:
 
     def _iterate(self) -> list[Sampled]:
         ended = [self._take(cast(RequestOutput, output)) for output in self._engine.step()]
-        if ended and len(self._adapters) > 1:
+        if ended and (len(self._adapters) > 1 or self._left):
             self._free_slots()
-        if ended and self._speculates:
+        if ended and self._speculation.on:
             draft_s, verify_s = self._engine.collective_rpc("rlhfless_draft_times")[0]
             ended[0] = replace(ended[0], draft_s=draft_s, verify_s=verify_s)
         return ended
@@ -215,23 +226,27 @@ class Core:
             if state.detokenizer is not None
         }
 
-    def load(self, published: PublishedWeights, in_flight: bool = False) -> LoadReport:
+    def load(
+        self, published: PublishedWeights, in_flight: bool = False, store: dict[str, Any] | None = None
+    ) -> LoadReport:
         """Load a version and drop all KV of the previous one.
 
         In flight, unfinished requests wait, keep their tokens, and have their KV recomputed with the new weights; with
-        adapters, they continue with their own version, and nothing waits or is recomputed.
+        adapters, they continue with their own version, and nothing waits or is recomputed. A failed load of an adapter
+        changes nothing. `store`: the fields of the StoreAddress of an adapter's run, by default the engine's own store.
 
         Raises:
             EngineBusy: requests are unfinished, and the load is not in flight; or they use all slots.
-            WeightCheckFailed: the model did not consume exactly the version's tensors; the engine is now unusable.
+            WeightCheckFailed: the model did not consume exactly the version's tensors; unless the version is an
+                adapter, the engine is now unusable.
         """
         self._require_usable()
+        if published.base is not None:
+            return self._load_adapter(published, in_flight, store)
         if not in_flight:
             self._require_idle("load weights")
-        if published.base is not None and len(self._adapters) >= self._slots:
-            raise EngineBusy(f"requests use all {self._slots} slots of adapters; abort those of the oldest version")
         self._usable = False  # until the last line: half-loaded weights must never serve
-        report = self._load(published, in_flight) if published.base is None else self._load_adapter(published)
+        report = self._load(published, in_flight)
         self._usable = True
         return report
 
@@ -246,25 +261,61 @@ class Core:
             self._engine.set_weight_version(published.version.label)
         return replace(consumed, read_back=read_back, seconds=time.monotonic() - started)
 
-    def _load_adapter(self, published: PublishedWeights) -> LoadReport:
+    def _load_adapter(self, published: PublishedWeights, in_flight: bool, store: dict[str, Any] | None) -> LoadReport:
         """Give an adapter a slot that no request uses. Its name, number and path are new."""
+        run_id = published.version.run_id
+        used = [each for each in self._adapters if each.run_id == run_id]
+        unfinished = sum(each.requests for each in used)
+        if unfinished and not in_flight:
+            raise EngineBusy(f"cannot load weights with {unfinished} unfinished requests; abort them first")
+        if len(used) >= self._room.per_run:
+            slots = self._room.per_run
+            raise EngineBusy(f"requests use all {slots} slots of adapters; abort those of the oldest version")
+        number = next(self._numbers)
+        adapter = _Adapter(LoRARequest(published.version.label, number, f"rlhfless:{number}"),
+                           published.version.label, run_id)  # fmt: skip
+        try:
+            report = self._add_adapter(published, adapter, store)
+        except BaseException:
+            self._engine.collective_rpc("rlhfless_drop_adapter", args=(number, adapter.request.lora_path))
+            raise
+        self._left.discard(run_id)
+        self._adapters.append(adapter)
+        self._free_slots()
+        return report
+
+    def _add_adapter(self, published: PublishedWeights, adapter: _Adapter, store: dict[str, Any] | None) -> LoadReport:
+        """Read an adapter into a slot of each worker, with all checks but the probe."""
         started = time.monotonic()
         engine, version, probe = self._engine, published.version, published.probe
         self._check_base(published)
-        number = next(self._numbers)
-        path = f"rlhfless:{number}"
-        answers = engine.collective_rpc("rlhfless_fetch_adapter", args=(published.location, path))
+        number, path = adapter.request.lora_int_id, adapter.request.lora_path
+        address = None if store is None else (adapter.run_id, store)
+        answers = engine.collective_rpc("rlhfless_fetch_adapter", args=(published.location, path, address))
         report = self._checked(published, answers)
         samples = {name: tuple(each) for name, each in probe.samples.items()}
         added = engine.collective_rpc(
             "rlhfless_add_adapter", args=(version.label, number, path, samples, probe.token_ids)
         )
-        adapter = _Adapter(LoRARequest(version.label, number, path), version.label)
         self._require_slot(adapter)
-        self._adapters.append(adapter)
-        self._free_slots()
         read_back = self._same(published, added)
         return replace(report, read_back=read_back, seconds=time.monotonic() - started)
+
+    def leave(self, run_id: str) -> None:
+        """Drop a run's adapters, now or when their last requests have ended."""
+        self._left.add(run_id)
+        self._free_slots()
+        self._engine.collective_rpc("rlhfless_leave", args=(run_id,))
+
+    def shares(self) -> dict[str, float] | None:
+        """Return the seconds of iterations by run; None if one run has the engine."""
+        if self._room.runs == 1:
+            return None
+        client = self._engine.engine_core
+        if isinstance(client, InprocClient):
+            return shares_of(client.engine_core)
+        of_runs: dict[str, float] = cast(SyncMPClient, client).call_utility(SHARES)
+        return of_runs
 
     def _check_base(self, published: PublishedWeights) -> None:
         """Compare the base weights with the learner's, unless they have been already."""
@@ -275,15 +326,21 @@ class Core:
             self._base_dropped = False
         if self._base == base.digest:
             return
+        if self._base is not None:
+            what = f"it belongs to base weights {base.digest}, and the engine has {self._base} for other runs"
+            raise WeightCheckFailed("consumed", published.version, what)
         samples = {name: tuple(each) for name, each in base.samples.items()}
         arguments = base.digest, samples, published.probe.token_ids
         self._same(published, self._engine.collective_rpc("rlhfless_compare_base", args=arguments))
         self._base = base.digest
 
     def _free_slots(self) -> None:
-        """Drop the adapters that no request uses, except the newest."""
-        for adapter in [each for each in self._adapters[:-1] if not each.requests]:
-            self._engine.collective_rpc("rlhfless_drop_adapter", args=(adapter.request.lora_int_id,))
+        """Drop the adapters that no request uses, except the newest of each run that has not left."""
+        newest = {id(each) for each in {each.run_id: each for each in self._adapters}.values()
+                  if each.run_id not in self._left}  # fmt: skip
+        for adapter in [each for each in self._adapters if not each.requests and id(each) not in newest]:
+            number, path = adapter.request.lora_int_id, adapter.request.lora_path
+            self._engine.collective_rpc("rlhfless_drop_adapter", args=(number, path))
             self._adapters.remove(adapter)
 
     def _require_slot(self, adapter: _Adapter) -> None:
@@ -372,7 +429,7 @@ class Core:
             engine.sleep(level=2 if dropped else 1)
         else:
             engine.collective_rpc("rlhfless_sleep", args=(dropped,))
-        if dropped and self._slots:
+        if dropped and self._room.slots:
             engine.collective_rpc("rlhfless_forget_adapters")
             self._adapters, self._base, self._base_dropped = [], None, True
         held = self._held_bytes()
@@ -396,7 +453,7 @@ class Core:
         """Return the bytes held on the devices of all workers."""
         return sum(self._engine.collective_rpc("rlhfless_held_bytes"))
 
-    def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    def logprobs(self, token_ids: tuple[int, ...], run_id: str = "") -> tuple[float, ...]:
         """Return the logprobs of a text; see Engine.logprobs. Unfinished requests continue meanwhile."""
         self._require_usable()
         parameters = SamplingParams(
@@ -406,9 +463,9 @@ class Core:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        adapter = self._adapters[-1].request if self._adapters else None
-        prompt = tokens_input(list(token_ids))
-        self._engine.add_request(PROBE, prompt, parameters, lora_request=adapter, priority=FIRST)
+        adapter, prompt = self._newest(run_id), tokens_input(list(token_ids))
+        request = None if adapter is None else adapter.request
+        self._engine.add_request(PROBE, prompt, parameters, lora_request=request, priority=FIRST)
         while True:
             outputs = {output.request_id: output for output in self._engine.step()}
             probe: Any = outputs.pop(PROBE, None)

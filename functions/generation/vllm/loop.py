@@ -50,9 +50,9 @@ def serve(channel: socket.socket, core: Core) -> None:
                 return
             _handle(channel, core, message)
         if ended := core.step():
-            processes.send(channel, Finished(tuple(ended)))
+            processes.send(channel, Finished(tuple(ended), core.shares()))
         if time.monotonic() >= next_progress:
-            processes.send(channel, EngineProgress(core.progress()))
+            processes.send(channel, EngineProgress(core.progress(), core.shares()))
             next_progress = time.monotonic() + PROGRESS_INTERVAL_S
 
 
@@ -79,13 +79,14 @@ def _portable(error: Exception) -> Exception:
 
 
 def _abort(channel: socket.socket, core: Core, request_ids: tuple[str, ...] | None) -> None:
-    processes.send(channel, Finished(tuple(core.abort(request_ids))))
+    processes.send(channel, Finished(tuple(core.abort(request_ids)), core.shares()))
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "abort": _abort,
-    "load": lambda _channel, core, published, in_flight: core.load(published, in_flight),
-    "logprobs": lambda _channel, core, token_ids: core.logprobs(token_ids),
+    "leave": lambda _channel, core, run_id: core.leave(run_id),
+    "load": lambda _channel, core, *arguments: core.load(*arguments),
+    "logprobs": lambda _channel, core, *arguments: core.logprobs(*arguments),
     "sleep": lambda _channel, core, tier: core.sleep(tier),
     "wake": lambda _channel, core, parts: core.wake(parts),
 }

@@ -97,6 +97,8 @@ class LoraSlots:
         held = self._held[path]
         if held.base != self._base:
             raise ValueError(f"{name} belongs to base weights with digest {held.base}; this engine has {self._base}")
+        if held.rank > (most := self._manager.lora_config.max_lora_rank):
+            raise ValueError(f"{name} has rank {held.rank}, and the engine's slots have rank {most}")
         modules = {self._named(tensor)[0] for tensor in held.tensors}
         known = {part for module in self._slots.modules for part in self._parts(module)}
         if unbound := sorted(modules - known):
@@ -106,10 +108,11 @@ class LoraSlots:
         self._manager.add_adapter(LoRARequest(name, number, path))
         self._paths[number] = path
 
-    def drop(self, number: int) -> None:
-        """Free an adapter's slot and memory."""
+    def drop(self, number: int, path: str) -> None:
+        """Free an adapter's slot and memory, as far as it has them: a load may have failed in between."""
         self._manager.remove_adapter(number)
-        del self._held[self._paths.pop(number)]
+        self._paths.pop(number, None)
+        self._held.pop(path, None)
 
     def clear(self) -> None:
         """Forget all adapters and the comparison of the base weights, which are about to be lost."""

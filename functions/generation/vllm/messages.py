@@ -72,6 +72,8 @@ class Finished:
     """Responses that finished in one iteration or were aborted together."""
 
     ended: tuple[Sampled, ...]
+    shares: Mapping[str, float] | None = None
+    """See SharedEngine; None if one run has the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
     tokens: dict[str, int]
+    shares: Mapping[str, float] | None = None
+    """As in Finished."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ vLLM imports this module in its core's process.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,12 +28,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rlhfless.functions.generation.vllm import lora_repairs
+from rlhfless.functions.generation.vllm.arguments import SHARED
+from rlhfless.functions.generation.vllm.iteration_shares import SHARES, IterationShares, shares_of
 
 EVERY = 16
 """Iterations between two messages of a request."""
@@ -81,6 +86,31 @@ class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         self._aborted: list[tuple[int, EngineCoreOutput]] = []
         """Unsent last outputs of aborted requests, with their client."""
         self._requests_seen = 0
+        self.shares = IterationShares()
+        self._is_shared = os.environ.get(SHARED) == "1"
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        began_s = time.monotonic()
+        scheduled = super().schedule(*args, **kwargs)
+        if self._is_shared:
+            self.shares.begin(id(scheduled), began_s)
+        return scheduled
+
+    def _tokens_of_runs(self, scheduled: SchedulerOutput) -> dict[str, tuple[int, int]]:
+        """Return the prompt and generated tokens of each run in an iteration."""
+        tokens: dict[str, tuple[int, int]] = {}
+        for name, count in scheduled.num_scheduled_tokens.items():
+            request = self.requests.get(name)
+            adapter = None if request is None else request.lora_request
+            if request is None or adapter is None:
+                continue
+            run_id = adapter.lora_name.partition("/")[0]
+            prompt, generated = tokens.get(run_id, (0, 0))
+            if request.num_output_tokens:
+                tokens[run_id] = prompt, generated + count
+            else:
+                tokens[run_id] = prompt + count, generated
+        return tokens
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -110,6 +140,8 @@ class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        if self._is_shared:
+            self.shares.end(id(scheduler_output), self._tokens_of_runs(scheduler_output), time.monotonic())
         logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
         sent = super().update_from_output(scheduler_output, model_runner_output)
         sampled = [] if logprobs is None else logprobs.logprobs[:, 0].tolist()
@@ -182,3 +214,4 @@ class SampledLogprobs(LogprobsProcessor):
 
 
 lora_repairs.install()
+setattr(EngineCore, SHARES, shares_of)

@@ -176,6 +176,7 @@ class StoreWorkerExtension:
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         if runner.lora_config is not None:
             self.rlhfless_slots = LoraSlots(runner.lora_manager)
+            self.rlhfless_readers: dict[str, tuple[StoreAddress, WeightReader]] = {}
             self.rlhfless_slots.try_products()
         if isinstance(runner, GPUModelRunner) and hasattr(runner, "drafter") and not runner.use_async_scheduling:
             self.rlhfless_passes = DraftingPasses(runner, measured=drafts_measured)
@@ -219,9 +220,22 @@ class StoreWorkerExtension:
         assert engine.index is not None, "a version with probe tokens was loaded"
         return engine.index.compare(engine.model, {name: WeightSample(*each) for name, each in samples.items()})
 
-    def rlhfless_fetch_adapter(self, location: str, path: str) -> Consumed:
-        engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return self.rlhfless_slots.fetch(engine.reader, location, path)
+    def rlhfless_fetch_adapter(
+        self, location: str, path: str, store: tuple[str, Mapping[str, Any]] | None = None
+    ) -> Consumed:
+        """Read an adapter into host memory. `store`: a run, and the fields of its StoreAddress, if it has its own."""
+        if store is None:
+            engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+            return self.rlhfless_slots.fetch(engine.reader, location, path)
+        run_id, address = store[0], StoreAddress(**store[1])
+        known = self.rlhfless_readers.get(run_id)
+        if known is None or known[0] != address:
+            known = self.rlhfless_readers[run_id] = address, address.connect()
+        return self.rlhfless_slots.fetch(known[1], location, path)
+
+    def rlhfless_leave(self, run_id: str) -> None:
+        """Forget the store of a run that has left."""
+        self.rlhfless_readers.pop(run_id, None)
 
     def rlhfless_compare_base(
         self, base: str, samples: Mapping[str, tuple[Any, ...]], tokens: Sequence[int]
@@ -240,8 +254,8 @@ class StoreWorkerExtension:
         given = {tensor: WeightSample(*each) for tensor, each in samples.items()}
         return self.rlhfless_slots.compare(number, given, tuple(tokens)) if given else {}
 
-    def rlhfless_drop_adapter(self, number: int) -> None:
-        self.rlhfless_slots.drop(number)
+    def rlhfless_drop_adapter(self, number: int, path: str) -> None:
+        self.rlhfless_slots.drop(number, path)
 
     def rlhfless_forget_adapters(self) -> None:
         self.rlhfless_slots.clear()

@@ -81,6 +81,7 @@ async def deliver(
 
     answer = await service.database.write(take)
     service.device_history.add(run_id, push.now.worked, time.time())
+    service.fleets.add(push.now.fleet)
     if push.now.replicas:
         service.replicas[run_id] = push.now.replicas
     else:

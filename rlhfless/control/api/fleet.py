@@ -15,6 +15,7 @@ from rlhfless.control.lifecycle import DRIVEN
 from rlhfless.control.objects import (
     DeviceKindObject,
     DevicesTimelineObject,
+    FleetObject,
     ListObject,
     ReplicaObject,
     ReservationObject,
@@ -37,6 +38,13 @@ async def list_functions(
         for replica in service.replicas.get(run, ())
     ]
     return ListObject(data=functions, has_more=False)
+
+
+@router.get("/fleets", summary="Runs that share engines")
+async def list_fleets(service: OfService) -> ListObject[FleetObject]:
+    """List the fleets of runs with `placement.share`: their engines, and the device time of each run, since the service
+    started."""
+    return ListObject(data=service.fleets.objects(time.time()), has_more=False)
 
 
 @router.get("/devices", summary="Devices now")

@@ -18,6 +18,7 @@ from rlhfless.control import store
 from rlhfless.control.api.routes import DEEP, OfService, Runs, run_object
 from rlhfless.control.database.tables import IdempotencyRow, RunRow
 from rlhfless.control.errors import ApiError
+from rlhfless.control.fleets import require_same_terms
 from rlhfless.control.keys import Caller
 from rlhfless.control.lifecycle import ENDED, DesiredState, NotPossible, Status, apply_request
 from rlhfless.control.objects import ListObject, RunObject
@@ -83,6 +84,7 @@ async def create_run(
     def create(session: Session) -> RunObject:
         if idempotency_key is not None and (known := answered(session)) is not None:  # a concurrent request created it
             return known
+        require_same_terms(session, checked)
         session.add(row)
         session.flush()  # the rows below refer to it
         if idempotency_key is not None:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
 from rlhfless.control.driver.samples import SampleReader
 from rlhfless.control.driver.service_client import Outbox
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects import DeviceWork, FunctionUsage, ReplicaNow
+from rlhfless.control.objects import DeviceWork, FleetEngineNow, FunctionUsage, ReplicaNow
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.protocols import NoDevices
 from rlhfless.orchestrator.base_run import BaseRun
@@ -88,6 +89,7 @@ class Reporter(ElasticHost):
             if wanted is None
             else lease_of(self.sizes, wanted, self._held(wanted.kind), self._steps - self._done),
             replicas=[] if self._run is None else replicas_of(self._run),
+            fleet=[] if self._run is None else shared_engines_of(self._run),
             worked=[] if self._run is None else self._worked(self._run),
         )
 
@@ -289,6 +291,18 @@ def replicas_of(run: BaseRun) -> list[ReplicaNow]:
         )
         for pool in run.pools.values()
         for replica in list(pool.replicas())
+    ]
+
+
+def shared_engines_of(run: BaseRun) -> list[FleetEngineNow]:
+    """Return the engines that a run shares with others, as they last told. Thread-safe, as `replicas_of`."""
+    return [
+        FleetEngineNow(
+            kind=replica.allocation.devices[0].kind, devices=len(replica.allocation.devices), **asdict(replica.shared)
+        )
+        for pool in run.pools.values()
+        for replica in list(pool.shared())
+        if replica.shared is not None
     ]
 
 

@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fakes.builders import drawn
+from rlhfless.functions.base import LeaseTerms
 from rlhfless.functions.calls import Call
 from rlhfless.functions.generation.deployment import GenerationFunction
-from rlhfless.functions.generation.engine import Sampled, SampleRequest
+from rlhfless.functions.generation.engine import Rest, Sampled, SampleRequest
+from rlhfless.functions.generation.members import Member, RunTerms
 from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
@@ -33,6 +34,9 @@ from rlhfless.weights.address import StoreAddress, StoreNotShared
 
 class FakeEngine:
     """Draws when the test says so. Samples are known by their seed here."""
+
+    block_tokens = 16
+    rest = Rest()
 
     def __init__(self) -> None:
         self.asked: dict[int, SampleRequest] = {}
@@ -233,22 +237,26 @@ async def test_drafts_are_counted_by_their_place() -> None:
     assert (end.reply.usage.draft_s, end.reply.usage.verify_s) == (1.0, 2.0)
 
 
+def member_of(engine: Any, folder: Path) -> Member:
+    terms = RunTerms(store=StoreAddress("file", str(folder)), probe_tolerance=1e-4, lease=LeaseTerms(60, 60))
+    return Member(engine, terms)
+
+
 async def test_a_driver_that_takes_over_finds_no_samples_of_the_one_before() -> None:
     """The stream to a driver that was killed ends only when it next yields: its samples would still be running."""
     engine: Any = FakeEngine()
-    function = GenerationFunction.__new__(GenerationFunction)
+    member = member_of(engine, Path())
     earlier, own = (RequestRun(engine, request([SampleItem("p", i, (1, 2), seed=i)]), CALL, "replica") for i in (0, 1))
-    function._runs = {earlier: 1, own: 2}
+    member.requests = {earlier: 1, own: 2}
     await asyncio.sleep(0)
-    await function._end_earlier(Call("run", attempt=2, step=0))
+    await member.end_earlier(2)
     assert list(engine.progress()) == [engine.asked[1].request_id]
     await own.cancel()
 
 
 async def test_a_load_from_a_folder_that_is_not_the_learners_names_the_node(tmp_path: Path) -> None:
-    store: Any = SimpleNamespace(engine=SimpleNamespace(store=StoreAddress("file", str(tmp_path))))
     function = GenerationFunction.__new__(GenerationFunction)
-    function._settings, function._loading, function._loaded, function._runs = store, asyncio.Lock(), None, {}
+    function._alone = member_of(FakeEngine(), tmp_path)
     published = PublishedWeights(WeightVersion("run", 1, 2, "digest"), str(tmp_path / "w"), 1, 1, Probe((), ()))
     with pytest.raises(StoreNotShared, match="is not the folder that the learner writes to"):
         await GenerationFunction.load.__wrapped__(function, Call("run", 1, 2), published)  # type: ignore[attr-defined]

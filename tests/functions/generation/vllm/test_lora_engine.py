@@ -6,81 +6,25 @@ One engine for all tests, which run in the order of this file.
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 import torch
 
-from fakes.tiny_models import PROBE_TOKENS, TinyModel, make_tiny_model, tiny_settings
-from rlhfless.functions.generation.engine import AdapterSlots, EngineBusy, SampleRequest
+from fakes.adapted_models import RANK, TOLERANCE, Adapted, off, request
+from fakes.tiny_models import PROBE_TOKENS, make_tiny_model, tiny_settings
+from rlhfless.functions.generation.engine import AdapterSlots, EngineBusy
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
-from rlhfless.records import BaseWeights, Probe, PublishedWeights, SleepTier, VersionSpan
+from rlhfless.records import SleepTier, VersionSpan
 from rlhfless.spec import EngineSpec
-from rlhfless.weights.adapters import tied_to_base
-from rlhfless.weights.check import PROBE_TOLERANCE, check_probe, largest_difference
-from rlhfless.weights.samples import weight_sample
 from rlhfless.weights.store import FolderStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-TOLERANCE = PROBE_TOLERANCE["float32"]
-RANK, ALPHA, SLOTS = 4, 8, 3
-BASE = "0a" * 16
-
-
-@dataclass
-class Adapted:
-    engine: VllmEngine
-    model: TinyModel
-    store: FolderStore
-
-    def tensors(self, seed: int, scale: float = 0.1, targets: Iterable[str] = ("_proj",)) -> dict[str, torch.Tensor]:
-        """Return an adapter by PEFT's names; with `scale` 0, one that changes nothing."""
-        random = torch.Generator().manual_seed(seed)
-        found = {}
-        for name, module in self.model.model.named_modules():
-            if isinstance(module, torch.nn.Linear) and any(each in name for each in targets):
-                prefix = f"base_model.model.{name}"
-                found[f"{prefix}.lora_A.weight"] = torch.randn(RANK, module.in_features, generator=random)
-                found[f"{prefix}.lora_B.weight"] = scale * torch.randn(module.out_features, RANK, generator=random)
-        return found
-
-    def merged(self, tensors: dict[str, torch.Tensor]) -> TinyModel:
-        model = copy.deepcopy(self.model.model)
-        weights = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, down in tensors.items():
-                if "lora_A" in name:
-                    path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                    up = tensors[name.replace("lora_A", "lora_B")]
-                    weights[f"{path}.weight"] += ALPHA / RANK * up @ down
-        return TinyModel(self.model.folder, model)
-
-    def publish(self, step: int, tensors: dict[str, torch.Tensor], **changes: Any) -> PublishedWeights:
-        """Write an adapter to the store, and announce it as the learner does."""
-        whole = tensors | tied_to_base(BASE, ALPHA)
-        stored = self.store.put("run", 0, step, whole)
-        samples = {name: weight_sample(value, PROBE_TOKENS, value.dtype) for name, value in whole.items()}
-        of_base = {
-            name: weight_sample(value, PROBE_TOKENS, value.dtype) for name, value in self.model.tensors().items()
-        }
-        probe = Probe(PROBE_TOKENS, self.merged(tensors).logprobs(PROBE_TOKENS), samples)
-        base = BaseWeights(BASE, of_base)
-        published = PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe, base)
-        return replace(published, **changes)
-
-    async def load(self, published: PublishedWeights, **options: Any) -> None:
-        """Load a version with all checks."""
-        report = await self.engine.load(published, **options)
-        assert report is not None
-        assert report.read_back == report.tensors == published.tensors
-        logprobs = await self.engine.logprobs(PROBE_TOKENS)
-        check_probe(published.version, published.probe, logprobs, TOLERANCE)
+SLOTS = 3
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -94,16 +38,6 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
         engine = await VllmEngine.start(replace(settings, adapters=AdapterSlots(RANK, SLOTS, ("*",))))
     yield Adapted(engine, model, store)
     await engine.stop()
-
-
-def request(name: str, **changes: Any) -> SampleRequest:
-    return replace(SampleRequest(name, (5, 6, 7, 8), seed=11, max_tokens=24, temperature=1.0), **changes)
-
-
-def off(model: TinyModel, sampled: Any, prompt: tuple[int, ...] = (5, 6, 7, 8)) -> float:
-    """Return how far a response's logprobs are from the model's."""
-    expected = model.logprobs(prompt + sampled.token_ids)[len(prompt) - 1 :]
-    return largest_difference(expected, sampled.logprobs)
 
 
 async def test_an_adapter_of_zeros_is_the_base_to_the_last_bit(adapted: Adapted) -> None:
