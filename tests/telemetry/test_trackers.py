@@ -63,8 +63,9 @@ def test_wandb_writes_offline(tmp_path: Path) -> None:
     assert b"reward_mean" in written
     assert b"eval/exact_match" in written
     tables = [json.loads(path.read_text()) for path in folder.rglob("responses_*.table.json")]
-    assert len(tables) == 2
-    assert tables[0] == {"columns": ["prompt", "response", "reward"], "data": [list(row.values()) for row in ROWS[:3]]}
+    expected = {"columns": ["prompt", "response", "reward"], "data": [list(row.values()) for row in ROWS[:3]]}
+    assert tables, "wandb may write equal tables once"
+    assert all(table == expected for table in tables)
 
 
 def test_trackio_writes_to_this_machine(tmp_path: Path) -> None:
