@@ -149,6 +149,7 @@ KILLED_AFTER = {1: 2, 2: 0, 3: 4}
 @pytest.mark.seldom
 def test_episodes_of_a_program_survive_killed_drivers(assets: Path, tmp_path: Path) -> None:
     """The driver's private Ray, its actors and sessions die with it. What the programs then repeat are their calls."""
+    (tmp_path / "undisturbed").mkdir()
     values = program_values(tmp_path / "undisturbed.log") | {"steps": len(KILLED_AFTER) + 1}
     start = fault_opening(assets, tmp_path / "undisturbed", actors=1, **values)
     asyncio.run(execute(start))
