@@ -17,6 +17,7 @@ from rlhfless.cli.options import (
     SpecFile,
     Speculations,
 )
+from rlhfless.spec.fleet import MOST_TENANTS
 
 if TYPE_CHECKING:
     from rlhfless.planning.memory_plan import MemoryPlan, Question
@@ -63,6 +64,14 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Use the speeds in this report of `rlhfless selftest SPEC --out FILE`."),
     ] = None,
+    runs: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            max=MOST_TENANTS,
+            help="Also compare ways to place this number of such runs: on parts, in turns, with shared engines.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show memory per device and phase, the nearest change that fits, and the time and cost of the run.
@@ -79,6 +88,9 @@ def plan(
     loaded = load_spec(spec, overrides or ())
     trace = None if lengths_of is None else read_trace(trace_folder(lengths_of), tokens=False)
     tried = {"quantization": quantization, "speculation": speculation, "share_prefixes": share_prefixes}
+    if runs is not None and (compare or loaded.supervised):
+        what = "runs that learn from written responses share no engines" if loaded.supervised else "not with --compare"
+        raise typer.BadParameter(what, param_hint="--runs")
     if compare:
         from rlhfless.cli.plan_compare import compare_devices
 
@@ -103,15 +115,21 @@ def plan(
         latency = measured_latency(measured, asked)
     planner = Planner(asked.spec, trace, latency)
     sizes = planner.sizes(edited(loaded, apart), of_run.kind, of_run.count)
-    if not _show(resolved, planner, sizes, trace is not None, as_json):
+    if not _show(resolved, planner, sizes, trace is not None, as_json, runs):
         raise typer.Exit(DOES_NOT_FIT)
 
 
 def _show(
-    resolved: ResolvedRun, planner: Planner, sizes: dict[str, Any] | None, has_trace: bool, as_json: bool
+    resolved: ResolvedRun,
+    planner: Planner,
+    sizes: dict[str, Any] | None,
+    has_trace: bool,
+    as_json: bool,
+    runs: int | None,
 ) -> bool:
-    """Print a plan, and return whether a run would be accepted."""
+    """Print a plan, and return whether a run would be accepted. `runs`: see `plan`."""
     from rlhfless.cli.plan_tables import cost_lines, memory_lines, sizes_lines, verdict_lines
+    from rlhfless.cli.simulate_tables import arrangements_table
     from rlhfless.planning.resolve import plan_problems
     from rlhfless.planning.suggestions import nearest_change
     from rlhfless.telemetry.terminal import Prose, Terminal
@@ -128,6 +146,8 @@ def _show(
         cost |= {"lengths": planner.lengths.source} | planner.schedules(asked, found)
         cost["prefill"] = None if prefill is None else asdict(prefill)
         cost["sizes"] = sizes
+        if runs is not None:
+            cost["arrangements"] = [asdict(each) for each in planner.arranged(asked, runs)[1]]
         cost["decided"] = [asdict(each) for each in resolved.decided]
         typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
         return not problems
@@ -140,6 +160,9 @@ def _show(
         lines += [] if sizes is None else sizes_lines(sizes)
         lines += [] if (prefill := planner.prefill(asked)) is None else [Prose(prefill.text)]
         lines += verdict_lines(found, schedules)
+        if runs is not None:
+            scenario, ways = planner.arranged(asked, runs)
+            lines += ["", arrangements_table(scenario, runs, ways)]
     console = Terminal()
     for line in lines:
         console.print(line)

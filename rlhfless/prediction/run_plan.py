@@ -20,16 +20,18 @@ from rlhfless.prediction.prefill import PlannedPrefill, planned_prefill
 from rlhfless.prediction.scatter import Scatter
 from rlhfless.prediction.schedules import NO_SCHEDULES, Predict, limit_of_run, schedules_of
 from rlhfless.prediction.sensitivity import costs_usd
-from rlhfless.prediction.simulated import Lengths, Predicted, lengths_of, predicted
+from rlhfless.prediction.simulated import Lengths, Predicted, arranged, lengths_of, predicted
 from rlhfless.prediction.supervised_cost import written, written_lengths
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policies.contract import best_of
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, load_price_book
+from rlhfless.sim.experiment.shared import Arrangement
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.fleet import with_learner
 from rlhfless.sim.replay.latency_file import LatencyFile
+from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import count_of
 from rlhfless.util.errors import UserError
@@ -97,6 +99,13 @@ class Planner:
             return found if scatter is None else replace(found, cost=scatter.banded(found.cost)), None
         except (UserError, ValueError) as error:
             return None, str(error).splitlines()[-1].strip()
+
+    def arranged(self, asked: Question, runs: int) -> tuple[Scenario, list[Arrangement]]:
+        """Return the ways to place several such runs on the devices, and their scenario. Raises UserError,
+        ValueError."""
+        assert self.config is not None, "the model's sizes are known"
+        latency = self.measured or self._latency_of(asked)
+        return arranged(asked, self.config, self.lengths, latency, runs)
 
     def _made(self, asked: Question, latency: LatencyFile | LearningFit | None) -> Predicted:
         """Return the prediction with these latencies; by data sheets if None. Raises UserError, ValueError."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -34,6 +35,7 @@ from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import NO_HEARTBEATS_S, compare
 from rlhfless.sim.experiment.figures import Totals
 from rlhfless.sim.experiment.run import RunResult
+from rlhfless.sim.experiment.shared import Arrangement, arrangements
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations
@@ -201,18 +203,7 @@ def predicted(
     Raises InputError if the simulator cannot run it.
     """
     factors = (1.0,) if quick else lengths.factors
-    with tempfile.TemporaryDirectory() as folder:
-        measured: dict[str, Any] = {}
-        if latency is not None:
-            file = Path(folder) / "latency.yaml"
-            write_latency(latency, file)
-            measured = _measured(asked, latency, lengths, str(file))
-        size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
-        if quick:
-            measured["heartbeat_s"] = NO_HEARTBEATS_S
-        drafts = _drafts(asked.spec, lengths) if latency is None else {}  # a fit includes drafts already
-        measured["engine"] = _engine(asked) | drafts | measured.get("engine", {})
-        scenarios = [_scenario(asked, config, lengths, factor, measured, *size) for factor in factors]
+    with _scenarios(asked, config, lengths, latency, factors, quick=quick) as scenarios:
         by_factor = [compare(each).results[each.policies[0].shown] for each in scenarios]
     totals = [[Totals.of(run.steps[1:] or run.steps) for run in results] for results in by_factor]
     factor = sheet_factor(asked.sheet.kind) if latency is None else MEASURED_FACTOR
@@ -227,6 +218,43 @@ def predicted(
     busy_s = fmean(of.busy_device_s / of.steps for of in totals[0])
     tokens = fmean(of.response_tokens / of.steps for of in totals[0])
     return Predicted(cost, busy_s, tokens, _shares(by_factor[0][0]), source)
+
+
+@contextmanager
+def _scenarios(
+    asked: Question,
+    config: dict[str, Any],
+    lengths: Lengths,
+    latency: LatencyFile | None,
+    factors: Sequence[float],
+    *,
+    quick: bool,
+) -> Iterator[list[Scenario]]:
+    """Yield the run as a scenario for each factor of its lengths, to be simulated within the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        measured: dict[str, Any] = {}
+        if latency is not None:
+            file = Path(folder) / "latency.yaml"
+            write_latency(latency, file)
+            measured = _measured(asked, latency, lengths, str(file))
+        size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
+        if quick:
+            measured["heartbeat_s"] = NO_HEARTBEATS_S
+        drafts = _drafts(asked.spec, lengths) if latency is None else {}  # a fit includes drafts already
+        measured["engine"] = _engine(asked) | drafts | measured.get("engine", {})
+        yield [_scenario(asked, config, lengths, factor, measured, *size) for factor in factors]
+
+
+def arranged(
+    asked: Question, config: dict[str, Any], lengths: Lengths, latency: LatencyFile | None, runs: int
+) -> tuple[Scenario, list[Arrangement]]:
+    """Return the ways to place several such runs, with the schedule `sync`, on the devices, and their scenario.
+
+    Raises InputError if the simulator cannot run them.
+    """
+    with _scenarios(asked, config, lengths, latency, (1.0,), quick=True) as (scenario,):
+        in_step = scenario.model_copy(update={"schedule": SyncSpec()})
+        return in_step, arrangements(in_step, [runs])[runs]
 
 
 def sheet_factor(kind: str) -> float:
