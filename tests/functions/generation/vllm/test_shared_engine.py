@@ -33,17 +33,24 @@ RUNS, SLOTS = 4, 12
 Tensors = Mapping[str, torch.Tensor]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapted]:
-    model = make_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
-    store = FolderStore(tmp_path_factory.mktemp("store"))
-    settings = tiny_settings(model, tmp_path_factory.mktemp("own"), EngineSpec(kv_cache_gib=0.004, max_sequences=64))
+async def start(folder: Path, *, core_process: bool = False) -> Adapted:
+    for name in ("model", "store", "own"):
+        (folder / name).mkdir(mode=0o700)
+    model = make_tiny_model(folder / "model", tied=True)
+    spec = EngineSpec(kv_cache_gib=0.004, max_sequences=64, core_process=core_process)
+    settings = tiny_settings(model, folder / "own", spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         slots = AdapterSlots(2 * RANK, SLOTS, ("*",), RUNS)
         engine = await VllmEngine.start(replace(settings, adapters=slots))
-    yield Adapted(engine, model, store)
-    await engine.stop()
+    return Adapted(engine, model, FolderStore(folder / "store"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapted]:
+    adapted = await start(tmp_path_factory.mktemp("shared"))
+    yield adapted
+    await adapted.engine.stop()
 
 
 async def load(shared: Adapted, published: PublishedWeights, **options: Any) -> None:
@@ -171,3 +178,20 @@ async def test_a_run_that_leaves_frees_its_slots(shared: Adapted) -> None:
         await drawn(shared, "b", 1)
     await load(shared, shared.publish(90, shared.tensors(90), "e"))
     assert same(await drawn(shared, "a"), alone)
+
+
+async def test_an_engine_whose_core_is_a_process_of_its_own(tmp_path: Path) -> None:
+    apart = await start(tmp_path, core_process=True)
+    try:
+        tensors = {run_id: apart.tensors(seed) for seed, run_id in enumerate("ab", 1)}
+        for run_id in "ab":
+            await load(apart, apart.publish(1, tensors[run_id], run_id))
+        for run_id, samples in zip("ab", await asyncio.gather(drawn(apart, "a"), drawn(apart, "b", 12)), strict=True):
+            model = apart.merged(dict(tensors[run_id]))
+            assert all(off(model, sampled) < TOLERANCE for sampled in samples)
+        assert 0 < apart.engine.shares["a"] < apart.engine.shares["b"]
+        await apart.engine.leave("a")
+        with pytest.raises(EngineError, match="has no adapter"):
+            await drawn(apart, "a", 1)
+    finally:
+        await apart.engine.stop()
