@@ -266,6 +266,19 @@ def usage(run: RunId, url: Url = None, as_json: Json = False) -> None:
 
 
 @runs.command()
+def fleets(url: Url = None, as_json: Json = False) -> None:
+    """List the fleets of runs that share engines, with the device time of each run."""
+    from rlhfless.cli.runs_tables import fleets_tables
+
+    with _client(url) as client:
+        page = client.fleets()
+    if page.data or as_json:
+        _print(page, as_json, lambda shown: fleets_tables(shown.data))
+    else:
+        typer.echo("no run has shared engines since the service started (placement.share: adapters)")
+
+
+@runs.command()
 def events(
     run: RunId,
     after: Annotated[int, typer.Option(metavar="ID", help="Only events after this one.")] = 0,

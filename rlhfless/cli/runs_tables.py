@@ -17,7 +17,7 @@ from rlhfless.cli.tables import final_report, functions_table, table
 from rlhfless.client import Client
 from rlhfless.client.errors import ApiFault, ServiceAway
 from rlhfless.control.lifecycle import AT_REST, DRIVEN, Status
-from rlhfless.control.objects import CheckpointObject, EventObject, RunObject, UsageObject
+from rlhfless.control.objects import CheckpointObject, EventObject, FleetObject, RunObject, UsageObject
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.terminal import Prose, clock, count, decimal, money, whole
 from rlhfless.util.text import legible
@@ -96,6 +96,28 @@ def usage_table(usage: UsageObject) -> RenderableType:
         predicted = _step(planned.step_s, planned.cost_usd / planned.steps)
         parts += ["", Prose(f"a step was predicted to take {predicted}; {measured_text}")]
     return Group(*parts)
+
+
+def fleets_tables(fleets: Sequence[FleetObject]) -> RenderableType:
+    """Render a table per fleet: the device time of its runs, idle time and starts, which add up."""
+    parts: list[RenderableType] = []
+    for fleet in fleets:
+        up = sum(engine.up for engine in fleet.engines)
+        slots = sum(engine.slots for engine in fleet.engines if engine.up)
+        head = f"  {fleet.terms.get('model.path')}   {up} engines up, {slots} slots"
+        made = table("device-seconds", "busy", "share %", "waiting", "running")
+        for run in fleet.runs:
+            name = run.run_id if run.present else f"{run.run_id} (left)"
+            requests = (count(run.waiting), count(run.running)) if run.present else ("", "")
+            made.add_row(name, decimal(run.busy_device_s, 1), decimal(100 * run.share, 0), *requests)
+        for what, seconds in (
+            ("idle", fleet.idle_device_s),
+            ("starts", fleet.cold_device_s),
+            ("provisioned", fleet.provisioned_device_s),
+        ):
+            made.add_row(what, decimal(seconds, 1), style="bold" if what == "provisioned" else "dim")
+        parts += [Text.assemble((f"fleet {fleet.id}", "bold"), head), made, ""]
+    return Group(*parts[:-1])
 
 
 def _step(step_s: float, step_usd: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,24 @@ def test_a_run_is_made_shown_steered_and_deleted(cli: Cli, spec: str, client: ht
     assert parsed(cli("logs", run["id"], "--json")) == {"run_id": run["id"], "lines": []}
     assert parsed(cli("delete", run["id"], "--json")) == {"id": run["id"], "deleted": True}
     assert "no run" in cli("show", run["id"], code=2).stderr
+
+
+def test_fleets_are_shown_with_a_bill_that_adds_up(
+    cli: Cli, spec: str, client: httpx.Client, drivers: NoDrivers
+) -> None:
+    assert "no run has shared engines" in cli("fleets").stdout
+    run = parsed(cli("create", spec, "--json"))["id"]
+    until(lambda: drivers.orders)
+    engine = {"fleet": "f1", "engine": "fleet-f1-0", "incarnation": "i", "terms": {"model.path": "m"}, "slots": 8,
+              "kind": "h100", "devices": 1, "started_s": 10.0, "up_s": 20.0, "now_s": time.time(),
+              "runs": {run: {"busy_s": 30.0, "running": 4}, "other": {"busy_s": 10.0, "present": False}}}  # fmt: skip
+    Pushes(client, drivers.orders[-1])(fleet=[engine])
+    shown = [line.split() for line in cli("fleets").stdout.splitlines()]
+    assert shown[0][:3] == ["fleet", "f1", "m"]
+    assert [run, "30.0", "75", "0", "4"] in shown
+    assert ["other", "(left)", "10.0", "25"] in shown
+    assert [line[0] for line in shown[-3:]] == ["idle", "starts", "provisioned"]
+    assert parsed(cli("fleets", "--json"))["data"][0]["object"] == "fleet"
 
 
 def test_samples_are_printed_and_filtered(cli: Cli, spec: str, client: httpx.Client, drivers: NoDrivers) -> None:
