@@ -12,7 +12,7 @@ import pytest
 from fakes.live_runs import fault_values
 from fakes.service_up import COMMAND, Up, engine_below, kill_at_work, posted, rank_of, running
 from rlhfless.control.lifecycle import Status
-from rlhfless.records import Work
+from rlhfless.records import WeightVersion, Work
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.traces import Trace, compare_samples, read_trace
 
@@ -88,6 +88,20 @@ def test_a_run_is_the_same_alone_and_beside_others(up: Up, assets: Path, alone: 
         if run.run_id in runs:
             paid = sum(held.device_s for held in trace_of(up, run.run_id).holdings if held.function == "generation")
             assert paid == pytest.approx(run.busy_device_s, rel=0.05, abs=0.05)
+
+
+def test_runs_that_generate_while_they_learn_load_versions_in_flight(up: Up, assets: Path) -> None:
+    """Each keeps its own versions in the engine, and its samples end with the version that they began with."""
+    with up.client as client:
+        specs = [values(assets, f"ahead{n}", seed=n, schedule={"type": "async"}) for n in range(2)]
+        runs = [client.create_run(spec).id for spec in specs]
+    for run_id in runs:
+        up.until(run_id, lambda now: now.status is Status.SUCCEEDED)
+        rollouts = [row for row in trace_of(up, run_id).rollouts if row.step > 0]
+        spans = [span.version for row in rollouts for span in row.version_spans]
+        assert {WeightVersion.parse(version).run_id for version in spans} == {run_id}
+        assert all(len({span.version for span in row.version_spans}) == 1 for row in rollouts)
+        assert len({WeightVersion.parse(version).step for version in spans}) > 2
 
 
 def test_no_run_feels_the_faults_of_the_others(up: Up, assets: Path, alone: str) -> None:
