@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -87,6 +88,8 @@ class SharedGenerationFunction(GenerationFunction):
     async def __init__(self, settings: SharedSettings) -> None:  # type: ignore[misc]
         self._started_s = time.time()
         await EngineFunction.__init__(self, settings)  # type: ignore[misc]  # Serve awaits constructors
+        # The engine has made a folder for a store of its own. Runs bring theirs, so it stays empty.
+        shutil.rmtree(settings.engine.store.folder, ignore_errors=True)
         self._shared = settings
         self._members: dict[str, Member] = {}
         self._ends_s: dict[str, float] = {}

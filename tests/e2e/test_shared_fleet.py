@@ -24,9 +24,11 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def up(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     service = Up(tmp_path_factory.mktemp("service") / "data", (assets,), ("--max-drivers", "4"))
+    before = {*Path("/dev/shm").glob("rlhfless-fleet-*")}
     service.start()
     yield service
     subprocess.run([COMMAND, "down", "--data", str(service.data)], check=True, timeout=200)
+    assert {*Path("/dev/shm").glob("rlhfless-fleet-*")} <= before
 
 
 def values(assets: Path, name: str, rank: int = 8, **changes: Any) -> dict[str, Any]:
