@@ -31,7 +31,7 @@ _SPLIT_SEED = 7
 
 @dataclass(frozen=True)
 class SafeRecipe:
-    look_share: float = 0.35
+    look_share: float = 0.4
     """Share of turns that look at the next digit, while there is one; the others open the safe."""
     held_out_share: float = 0.2
     train_prompts: int = 320

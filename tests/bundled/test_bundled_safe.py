@@ -31,7 +31,7 @@ def test_demonstrations_play_the_game_and_their_first_turn_is_mostly_a_guess():
     demonstrations = RECIPE.demonstrations(np.random.default_rng(1), 4000)
     looks = [len(each.later) for each in demonstrations]
     shares = np.bincount(looks, minlength=4) / len(looks)
-    assert np.allclose(shares, [0.65, 0.35 * 0.65, 0.35**2 * 0.65, 0.35**3], atol=0.02)
+    assert np.allclose(shares, [0.6, 0.4 * 0.6, 0.4**2 * 0.6, 0.4**3], atol=0.02)
     for each in demonstrations:
         said = [each.response, *(response for _, response in each.later)]
         safe, code = Safe(), "".join(answer.split()[1] for answer, _ in each.later)
