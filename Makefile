@@ -1,5 +1,5 @@
 # make demo   set up (once), start the service, POST one whole RLHF run with real parts, follow it, stop the service
-# make demo-agent   the same with episodes of several turns: a tiny policy learns to use its tool
+# make demo-agent   the same with episodes of several turns: a tiny policy learns to use its tool, in 5 to 8 minutes
 # make test   set up (once), then checks and tests, with the real engine: 15 to 20 minutes on two cores
 # make test-all  and the rest: long faults, nodes of a cluster, live benchmarks, the chart if KUBECONFIG is set
 # make test-ci  what CI runs after make test: the rest without the benchmarks that start engines and what is marked `seldom`
