@@ -368,6 +368,7 @@ def _scenario(
             "state_bytes_per_parameter": _state_bytes(asked),
             "micro_batch_tokens": spec.learner.pass_tokens,
             "gradient_checkpointing": spec.learner.recomputes,
+            **_expert_rate(asked),
         }
         | measured.get("learner", {}),
         # On CPU cores scoring shares the cores of the other functions.
@@ -392,6 +393,21 @@ def _scenario(
     if spec.scaling.generation.fixed:
         values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.most_actors}}]
     return Scenario.model_validate(values)
+
+
+WHOLE_EXPERTS_FLOPS_PER_S = 28e12
+"""Operations per second and device of a learner whose ranks each gather all experts of a layer: 2.9 % of an H100's
+peak, for 30B-A3B on eight of them (prime-rl BENCHMARKS, 2026-02, with the optimizer's states on the host)."""
+
+
+def _expert_rate(asked: Question) -> dict[str, float]:
+    """Return the rate of a learner whose ranks do not divide the experts; empty for others, and on CPU cores."""
+    learner, shape = asked.spec.learner, asked.shape
+    ranks, on_cpu = learner.world_size, asked.learner_sheet.kind == CPU_KIND
+    divided = learner.experts_over(ranks, shape.divisible_experts) > 1
+    if not shape.experts or divided or ranks == 1 or on_cpu:
+        return {}
+    return {"expert_flops_per_s": WHOLE_EXPERTS_FLOPS_PER_S}
 
 
 def _teacher(teacher: TeacherSpec) -> dict[str, Any]:

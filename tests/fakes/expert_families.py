@@ -47,8 +47,15 @@ def config_of(family: str, vocabulary: int = 40, context_tokens: int = 128) -> A
             num_experts_per_tok=K, first_k_dense_replace=1, num_mtp_layers=0, n_group=2, topk_group=1,
         )  # fmt: skip
     assert family == "gpt_oss"
+    yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    yarn |= {"truncate": False, "original_max_position_embeddings": context_tokens // 4}
     return GptOssConfig(
-        **shape, intermediate_size=64, num_local_experts=EXPERTS, num_experts_per_tok=K, sliding_window=16
+        rope_parameters=yarn,
+        **shape,
+        intermediate_size=64,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=K,
+        sliding_window=16,
     )
 
 
