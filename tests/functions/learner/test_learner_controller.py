@@ -95,6 +95,7 @@ async def controller_of(
         temperature=1.0,
         quantization="off",
         publishes_adapters=False,
+        routes_folder="",
         probe_token_ids=PROBE.token_ids,
         read_back=True,
         store=StoreHome(store),
