@@ -35,6 +35,9 @@ def opening(assets: Path, folder: Path, actors: int = 1, **changes: Any) -> Sess
         "learner": {"ranks": 2, "threads": 1},
         "steps": STEPS,
         "mini_batches": 1,
+        # Steps of a second or more, so that they can be broken.
+        "prompts_per_step": 16,
+        "samples_per_prompt": 4,
     }
     return fault_opening(assets, folder, actors=actors, **(options | changes))
 
